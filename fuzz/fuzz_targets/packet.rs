@@ -31,6 +31,10 @@ fn check_bounds(packet: &Packet) {
         }
         Packet::Hole { region, first, count, .. } => (region, first, count),
         Packet::RoundEnd { .. } => return,
+        Packet::Slot { region, first, present, zero, .. } => {
+            assert!(present != 0 && present & zero == 0);
+            (region, first, PAGES_PER_PACKET)
+        }
         Packet::Lent { region, first, wanted, zero, .. } => {
             assert_eq!(wanted & zero, 0);
             (region, first, PAGES_PER_PACKET)

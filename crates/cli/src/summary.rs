@@ -135,7 +135,7 @@ mod tests {
         let mut report = Report { status: Status::Completed, bytes, ..Default::default() };
         assert!(!table(&report).contains("lent"), "{}", table(&report));
         report.bytes.lent = 3 << 30;
-        let line = "68 KiB on the wire, 3.0 GiB read by the destination from memory that it was lent\n";
+        let line = "68.4 KiB on the wire, 3.0 GiB read by the destination from memory that it was lent\n";
         assert!(table(&report).contains(line), "{}", table(&report));
     }
 

@@ -1,7 +1,7 @@
 //! What guest memory holds while pages come into it, from several threads at once.
 use std::{io, os::fd::BorrowedFd};
 
-use transship_memory::{GuestMemory, Lent, PageRange, PageSet, WindowBuffer, WindowPages};
+use transship_memory::{GuestMemory, Lent, LentSlots, PageRange, PageSet, WindowBuffer, WindowPages};
 
 use crate::{Error, page_map::PageMap};
 
@@ -93,6 +93,21 @@ impl Intake {
             self.written[region].remove(wanted.with(zero)); // they read as zero now
         }
         Ok(zero)
+    }
+
+    /// As [`Intake::write`], of pages in a slot.
+    ///
+    /// # Errors
+    /// [`LentSlots::write_window`].
+    pub(crate) fn write_slot(
+        &self,
+        region: usize,
+        present: WindowPages,
+        (slots, slot): (&LentSlots, usize),
+    ) -> io::Result<()> {
+        slots.write_window(slot, present, &self.memory.regions()[region])?;
+        self.note_written(region, present);
+        Ok(())
     }
 
     /// Those of the pages that may be holes.

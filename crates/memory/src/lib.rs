@@ -50,6 +50,8 @@ mod seek;
 mod send;
 #[allow(unsafe_code)]
 mod shared;
+#[allow(unsafe_code)]
+mod slots;
 mod streaks;
 mod sweep;
 mod sync_tracker;
@@ -79,6 +81,7 @@ pub use process::Process;
 pub use protect::Protection;
 pub use read::{WindowBuffer, WindowRead};
 pub use region::{Access, GuestMemory, InProcess, Region};
+pub use slots::{LentSlots, make_slots};
 pub use sync_tracker::SyncTracker;
 pub use tracker::{Tracker, UffdTracker};
 pub use waits::{LetWait, Waited, Waits, WriterPace};

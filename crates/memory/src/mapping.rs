@@ -15,6 +15,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 ///
 /// If the file is cut short meanwhile, an access is answered with SIGBUS. That is accepted: the VMM, which uses
 /// the same file as the memory of a guest, would die of the same; it is no way for a peer to reach us.
+#[derive(Debug)]
 pub(crate) struct Mapping {
     base: *mut c_void,
     len: usize,

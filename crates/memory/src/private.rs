@@ -31,7 +31,7 @@ impl Private {
         Span { address: self.address_of(pages.first), len: pages.bytes() as usize }
     }
 
-    fn address_of(&self, page: PageNumber) -> u64 {
+    pub(crate) fn address_of(&self, page: PageNumber) -> u64 {
         self.address + page.offset()
     }
 

@@ -77,6 +77,11 @@ impl Process {
         self.pagemap.as_fd()
     }
 
+    /// The file by which its memory is written.
+    pub(crate) fn memory(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+
     /// # Errors
     /// It has ended.
     fn check_alive(&self) -> io::Result<()> {

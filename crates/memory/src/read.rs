@@ -14,6 +14,7 @@ use crate::{
     private::Private,
     region::Held,
     shared::Shared,
+    slots::Slot,
     window::{WindowPages, low_bits},
     zero,
 };
@@ -21,23 +22,51 @@ use crate::{
 /// Room for the pages of a window. One thread uses it again and again, so that it stays in its core's cache.
 #[derive(Default)]
 pub struct WindowBuffer {
-    /// Empty, or as long as a window.
-    room: Vec<u8>,
+    room: Room,
     /// How much of it was read last.
     filled: usize,
 }
 
+enum Room {
+    /// Empty, or as long as a window.
+    Own(Vec<u8>),
+    /// Of another process, too.
+    Slot(Slot),
+}
+
+impl Default for Room {
+    fn default() -> Self {
+        Self::Own(Vec::new())
+    }
+}
+
 impl WindowBuffer {
+    pub(crate) fn in_slot(slot: Slot) -> Self {
+        Self { room: Room::Slot(slot), filled: 0 }
+    }
+
     /// What [`WindowRead::into_bytes`] returned last; nothing if a window was read since.
     pub fn bytes(&self) -> &[u8] {
-        &self.room[..self.filled]
+        self.first(self.filled)
+    }
+
+    fn first(&self, bytes: usize) -> &[u8] {
+        match &self.room {
+            Room::Own(room) => &room[..bytes],
+            Room::Slot(slot) => slot.filled(bytes),
+        }
     }
 
     pub(crate) fn room(&mut self) -> &mut [u8] {
-        if self.room.is_empty() {
-            self.room = vec![0; WINDOW_PAGES.buffer_bytes()];
+        match &mut self.room {
+            Room::Own(room) => {
+                if room.is_empty() {
+                    *room = vec![0; WINDOW_PAGES.buffer_bytes()];
+                }
+                room
+            }
+            Room::Slot(slot) => slot.room(),
         }
-        &mut self.room
     }
 }
 
@@ -145,7 +174,7 @@ impl<'a> WindowRead<'a> {
     }
 
     pub(crate) fn parts(&self) -> Parts<'_> {
-        self.mapped.map_or(Parts::Copied(&self.buffer.room), Parts::Mapped)
+        self.mapped.map_or_else(|| Parts::Copied(self.buffer.first(self.present.bytes() as usize)), Parts::Mapped)
     }
 
     /// Where the bytes of some of them are in the copy, run by run.

@@ -76,6 +76,15 @@ impl WindowRead<'_> {
     }
 }
 
+/// Writes `len` bytes to a file at `at`.
+///
+/// # Safety
+/// They are readable during the call. They may be written meanwhile.
+pub(crate) unsafe fn write_at(to: BorrowedFd<'_>, at: u64, from: *const u8, len: usize) -> io::Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { write_all(Way::Pwritev { at }, to, &mut [part(from, len)]) }
+}
+
 /// What is to be written: of `bytes` up to the first cut, the first page, and so on.
 fn woven(bytes: &[u8], cuts: &[usize], pages: impl Iterator<Item = *const u8>) -> Vec<libc::iovec> {
     let mut parts = Vec::with_capacity(2 * cuts.len() + 1);

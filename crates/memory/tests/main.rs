@@ -11,5 +11,6 @@ mod private;
 mod protect;
 mod region;
 mod send;
+mod slots;
 mod sync_tracker;
 mod tracker;

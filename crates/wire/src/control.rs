@@ -123,6 +123,14 @@ pub enum Message {
         /// By region, 1 to [`MAX_REGIONS`]: byte of the file at which it begins, which is not 2^64 - 1; none: it is not
         /// lent.
         offsets: Vec<Option<u64>>,
+        /// Slots of each channel for pages of other regions; 0: these are sent.
+        slots: u8,
+    },
+    /// 21, D to S, when data connection 0 has brought that byte: what became of it.
+    Borrowed {
+        /// The descriptors have come, and what was lent can be read. If not, everything is to be sent: somebody between
+        /// the two sides passes bytes on and no descriptors.
+        is_readable: bool,
     },
 }
 
@@ -187,6 +195,7 @@ impl Message {
             Message::Stale => Kind::Stale,
             Message::Lend => Kind::Lend,
             Message::Lent { .. } => Kind::Lent,
+            Message::Borrowed { .. } => Kind::Borrowed,
         }
     }
 
@@ -208,8 +217,8 @@ impl Message {
             Message::StateEnd { bytes, digest } => {
                 writer.put(bytes.to_le_bytes()).put(*digest);
             }
-            Message::Go { run } => {
-                writer.put([u8::from(*run)]);
+            Message::Go { run: flag } | Message::Borrowed { is_readable: flag } => {
+                writer.put([u8::from(*flag)]);
             }
             Message::Abort(refusal) => {
                 writer.text(&fitting(&refusal.reason));
@@ -220,7 +229,8 @@ impl Message {
             }
             Message::Want { region, page } => owed::write_place(writer, *region, *page),
             Message::Page(pages) => owed::write_pages(writer, pages),
-            Message::Lent { offsets } => {
+            Message::Lent { offsets, slots } => {
+                writer.put([*slots]);
                 // Too many become so many as no reader takes.
                 writer.put(u16::try_from(offsets.len()).unwrap_or(u16::MAX).to_le_bytes());
                 offsets.iter().for_each(|offset| {
@@ -259,6 +269,7 @@ fn read_payload(kind: Kind, payload: &[u8], reader: &mut Reader<'_>) -> Result<M
         Kind::Stale => Message::Stale,
         Kind::Lend => Message::Lend,
         Kind::Lent => read_lent(reader)?,
+        Kind::Borrowed => Message::Borrowed { is_readable: read_flag(reader, "Borrowed is readable")? },
         Kind::Owed => {
             let (region, windows) = owed::read_owed(reader)?;
             Message::Owed { region, windows }
@@ -298,12 +309,13 @@ fn read_hello(reader: &mut Reader<'_>) -> Result<Message, Error> {
 }
 
 fn read_lent(reader: &mut Reader<'_>) -> Result<Message, Error> {
+    let slots = reader.u8("Lent slots")?;
     let count = reader.u16("Lent regions")?;
     if !(1..=MAX_REGIONS).contains(&usize::from(count)) {
         return Err(reader.invalid("Lent regions", count.into(), "a guest has 1 to 1024"));
     }
     let offset = |_| Ok(Some(reader.u64("Lent offset")?).filter(|&offset| offset != NOT_LENT));
-    Ok(Message::Lent { offsets: (0..count).map(offset).collect::<Result<_, Error>>()? })
+    Ok(Message::Lent { offsets: (0..count).map(offset).collect::<Result<_, Error>>()?, slots })
 }
 
 fn read_state(count: usize, reader: &mut Reader<'_>) -> Result<Message, Error> {

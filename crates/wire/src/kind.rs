@@ -17,8 +17,8 @@ const _: () = assert!(*owed::OWED_BYTES.end() <= MAX_MESSAGE_BYTES && *owed::PAG
 /// Of a Hello, what is not the description of the guest.
 const HELLO_FIXED_BYTES: usize = 2;
 
-/// Of a Lent: how many regions, and a place for each.
-const LENT_BYTES: RangeInclusive<usize> = 2 + 8..=2 + 8 * MAX_REGIONS;
+/// Of a Lent: how many slots and regions, and a place for each region.
+const LENT_BYTES: RangeInclusive<usize> = 3 + 8..=3 + 8 * MAX_REGIONS;
 
 /// The numbers of the messages, and what their payloads may measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +44,7 @@ pub(crate) enum Kind {
     Stale = 18,
     Lend = 19,
     Lent = 20,
+    Borrowed = 21,
 }
 
 impl Kind {
@@ -69,6 +70,7 @@ impl Kind {
             18 => Kind::Stale,
             19 => Kind::Lend,
             20 => Kind::Lent,
+            21 => Kind::Borrowed,
             _ => return None,
         })
     }
@@ -88,7 +90,7 @@ impl Kind {
             Kind::Digest | Kind::DigestIs => 32..=32,
             Kind::State => 1..=MAX_STATE_BYTES,
             Kind::StateEnd => 40..=40,
-            Kind::Go => 1..=1,
+            Kind::Go | Kind::Borrowed => 1..=1,
             Kind::Abort => 2..=2 + MAX_REASON_BYTES,
             Kind::Owed => owed::OWED_BYTES,
             Kind::OwedEnd => 8..=8,
@@ -120,6 +122,7 @@ impl Kind {
             Kind::Stale => "Stale",
             Kind::Lend => "Lend",
             Kind::Lent => "Lent",
+            Kind::Borrowed => "Borrowed",
         }
     }
 }

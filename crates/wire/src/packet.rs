@@ -13,6 +13,7 @@ const KIND_PAGES: u8 = 1;
 const KIND_HOLE: u8 = 2;
 const KIND_ROUND_END: u8 = 3;
 const KIND_LENT: u8 = 4;
+const KIND_SLOT: u8 = 5;
 /// Of a `Lent`, where an encoding would be.
 const LOOK_FOR_ZEROS: u8 = 1;
 const ENCODING_RAW: u8 = 0;
@@ -20,6 +21,9 @@ const ENCODING_RAW: u8 = 0;
 const PAGES_END: u64 = MAX_REGION_BYTES / PAGE_BYTES as u64;
 
 /// One header of a data channel.
+///
+/// A `Slot` (5) is a `Pages` without payload bytes whose pages are in a slot. The first of the reserved bytes has its
+/// number.
 ///
 /// | offset | bytes | field | `Pages` (1) | `Hole` (2) | `RoundEnd` (3) | `Lent` (4) |
 /// | ---: | ---: | --- | --- | --- | --- | --- |
@@ -99,6 +103,21 @@ pub enum Packet {
         /// Whether those that are read are looked at, and count as zero if they are.
         look: bool,
     },
+    /// As `Pages`, where the present pages are in a slot of this channel. The destination tells when it is empty.
+    Slot {
+        /// The round whose scan found the pages.
+        round: u32,
+        /// Index of the region in the Hello.
+        region: u16,
+        /// A multiple of [`PAGES_PER_PACKET`].
+        first: u64,
+        /// Bit i: the page `first + i` is in the slot. Not 0.
+        present: u128,
+        /// Bit i: the page `first + i` reads as zero.
+        zero: u128,
+        /// Number of the slot.
+        slot: u8,
+    },
 }
 
 impl Packet {
@@ -112,7 +131,11 @@ impl Packet {
             Packet::Hole { round, region, first, count } => (KIND_HOLE, region, round, first, count.into(), 0),
             Packet::RoundEnd { round, packets } => (KIND_ROUND_END, 0, round, 0, packets.into(), 0),
             Packet::Lent { round, region, first, wanted, zero, .. } => (KIND_LENT, region, round, first, wanted, zero),
+            Packet::Slot { round, region, first, present, zero, .. } => {
+                (KIND_SLOT, region, round, first, present, zero)
+            }
         };
+        let slot = if let Packet::Slot { slot, .. } = *self { slot } else { 0 };
         let encoding = match *self {
             Packet::Encoded { method, .. } => method,
             Packet::Lent { look: true, .. } => LOOK_FOR_ZEROS,
@@ -121,7 +144,7 @@ impl Packet {
         let mut header = Header::new();
         header.put(MAGIC).put([kind, encoding]).put(region.to_le_bytes()).put(round.to_le_bytes());
         header.put(self.payload_u32().to_le_bytes()).put(first.to_le_bytes());
-        header.put(low.to_le_bytes()).put(high.to_le_bytes()).put([0; 8]);
+        header.put(low.to_le_bytes()).put(high.to_le_bytes()).put([slot]).put([0; 7]);
         header.done()
     }
 
@@ -134,7 +157,7 @@ impl Packet {
             return Err(reader.invalid("packet magic", magic.into(), "no packet begins here"));
         }
         let kind = reader.u8("packet kind")?;
-        if !matches!(kind, KIND_PAGES | KIND_HOLE | KIND_ROUND_END | KIND_LENT) {
+        if !matches!(kind, KIND_PAGES | KIND_HOLE | KIND_ROUND_END | KIND_LENT | KIND_SLOT) {
             return Err(reader.invalid("packet kind", kind.into(), "unknown"));
         }
         let encoding = reader.u8("packet encoding")?;
@@ -147,6 +170,7 @@ impl Packet {
         let packet = match kind {
             KIND_PAGES => decode_pages(&mut reader, encoding),
             KIND_LENT => decode_lent(&mut reader, encoding == LOOK_FOR_ZEROS),
+            KIND_SLOT => return decode_slot(reader),
             KIND_HOLE => decode_hole(&mut reader),
             _ => decode_round_end(&mut reader),
         }?;
@@ -164,7 +188,7 @@ impl Packet {
         match self {
             Packet::Pages { present, .. } => pages_payload(*present),
             Packet::Encoded { bytes, .. } => *bytes,
-            Packet::Hole { .. } | Packet::RoundEnd { .. } | Packet::Lent { .. } => 0,
+            Packet::Hole { .. } | Packet::RoundEnd { .. } | Packet::Lent { .. } | Packet::Slot { .. } => 0,
         }
     }
 }
@@ -233,6 +257,22 @@ fn decode_round_end(reader: &mut Reader<'_>) -> Result<Packet, Error> {
     let packets = reader.u64("packet packets")?;
     reader.reserved::<24>("packet body")?;
     Ok(Packet::RoundEnd { round, packets })
+}
+
+fn decode_slot(mut reader: Reader<'_>) -> Result<Packet, Error> {
+    let region = decode_region(&mut reader)?;
+    let round = reader.u32("packet round")?;
+    reader.reserved::<4>("packet payload")?;
+    let first = decode_window(&mut reader)?;
+    let present = reader.u128("packet present mask")?;
+    if present == 0 {
+        return Err(reader.invalid("packet present mask", 0, "the slot has no page"));
+    }
+    let zero = decode_zero(&mut reader, present)?;
+    let slot = reader.u8("packet slot")?;
+    reader.reserved::<7>("packet reserved")?;
+    reader.end("packet")?;
+    Ok(Packet::Slot { round, region, first, present, zero, slot })
 }
 
 /// The first page of a window.

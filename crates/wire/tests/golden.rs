@@ -13,7 +13,7 @@ fn messages_have_these_bytes() {
 
 #[test]
 fn packets_have_these_bytes_and_payloads() {
-    let payloads = [3 * PAGE_BYTES, 0, 0, 0];
+    let payloads = [3 * PAGE_BYTES, 0, 0, 0, 0];
     for ((packet, bytes), payload) in packets().into_iter().zip(payloads) {
         assert_eq!(packet.encode().to_vec(), bytes, "{packet:?}");
         assert_eq!(Packet::decode(bytes.as_slice().try_into().unwrap()), Ok(packet));

@@ -43,8 +43,10 @@ fn message() -> impl Strategy<Value = Message> {
             lends: how > 2,
             guest
         }),
-        vec(option::of(0..u64::MAX), 1..1025).prop_map(|offsets| Message::Lent { offsets }),
+        (vec(option::of(0..u64::MAX), 1..1025), any::<u8>())
+            .prop_map(|(offsets, slots)| Message::Lent { offsets, slots }),
         Just(Message::Lend),
+        any::<bool>().prop_map(|is_readable| Message::Borrowed { is_readable }),
         (0u16..1024, btree_set(0u64..1 << 37, 1..50), 1u128..).prop_map(|(region, windows, pages)| Message::Owed {
             region,
             windows: windows.into_iter().map(|number| OwedWindow { first: number * PAGES_PER_PACKET, pages }).collect()
@@ -108,7 +110,17 @@ fn packet() -> impl Strategy<Value = Packet> {
             look,
         },
     );
-    prop_oneof![pages, encoded, hole, end, lent]
+    let slot = (any::<u32>(), 0u16..1024, 0u64..1 << 37, masks(), any::<u8>())
+        .prop_filter("pages", |(_, _, _, (present, _), _)| *present != 0)
+        .prop_map(|(round, region, window, (present, zero), slot)| Packet::Slot {
+            round,
+            region,
+            first: window * PAGES_PER_PACKET,
+            present,
+            zero,
+            slot,
+        });
+    prop_oneof![pages, encoded, hole, end, lent, slot]
 }
 
 /// Bytes near to good ones: good ones with a few of them changed. Pure chance would not get past a magic.

@@ -56,7 +56,7 @@ fn bytes_after_a_message_are_refused() {
 #[test]
 fn frames_with_a_bad_field_are_refused() {
     let (_, _, go) = messages().swap_remove(8);
-    for kind in [0u16, 21, 0x0109, u16::MAX] {
+    for kind in [0u16, 22, 0x0109, u16::MAX] {
         assert_invalid(decode(&patched(&go, 0, &kind.to_le_bytes())), "frame kind", 0);
     }
     assert_invalid(decode(&patched(&go, 2, &[1])), "frame reserved", 2);
@@ -68,7 +68,7 @@ fn frames_with_a_bad_field_are_refused() {
 
 #[test]
 fn a_frame_is_believed_only_a_length_that_its_kind_can_have() {
-    let allowed: [(u16, usize, usize); 19] = [
+    let allowed: [(u16, usize, usize); 20] = [
         (1, 18, MAX_MESSAGE_BYTES),
         (2, 0, 0),
         (3, 20, 20),
@@ -87,7 +87,8 @@ fn a_frame_is_believed_only_a_length_that_its_kind_can_have() {
         (17, 0, 0),
         (18, 0, 0),
         (19, 0, 0),
-        (20, 10, 2 + 8 * MAX_REGIONS),
+        (20, 11, 3 + 8 * MAX_REGIONS),
+        (21, 1, 1),
     ];
     for (kind, least, most) in allowed {
         let frame = |payload: usize| Frame { kind, payload: payload as u32, id: 1 };
@@ -212,7 +213,7 @@ fn a_reason_is_made_fit_to_travel() {
 fn packets_with_a_bad_field_are_refused() {
     for (packet, bytes) in packets() {
         assert_invalid(decode_packet(&patched(&bytes, 0, b"QEVM")), "packet magic", 0);
-        for kind in [0, 5, 0xff] {
+        for kind in [0, 6, 0xff] {
             assert_invalid(decode_packet(&patched(&bytes, 4, &[kind])), "packet kind", 4);
         }
         let encoded = decode_packet(&patched(&bytes, 5, &[1]));
@@ -222,7 +223,8 @@ fn packets_with_a_bad_field_are_refused() {
             Packet::Encoded { .. } | Packet::Lent { .. } => assert!(encoded.is_ok()),
             _ => assert_invalid(encoded, "packet encoding", 5),
         }
-        for offset in 56..PACKET_BYTES {
+        let reserved = if matches!(packet, Packet::Slot { .. }) { 57 } else { 56 };
+        for offset in reserved..PACKET_BYTES {
             assert_invalid(decode_packet(&patched(&bytes, offset, &[1])), "packet reserved", offset);
         }
         if !matches!(packet, Packet::RoundEnd { .. }) {
@@ -287,7 +289,11 @@ fn encoded_pages_that_contradict_themselves_are_refused() {
 
 #[test]
 fn what_is_lent_is_checked() {
-    let (_, bytes) = packets().swap_remove(3);
+    let (_, slot) = packets().swap_remove(3);
+    assert_invalid(decode_packet(&patched(&slot, 24, &[0; 16])), "packet present mask", 24);
+    assert_invalid(decode_packet(&patched(&slot, 40, &[1])), "packet zero mask", 40);
+    assert_invalid(decode_packet(&patched(&slot, 16, &[0x81])), "packet first page", 16);
+    let (_, bytes) = packets().swap_remove(4);
     let with = |offset, new: &[u8]| decode_packet(&patched(&bytes, offset, new));
     assert_invalid(with(5, &[2]), "packet encoding", 5);
     assert_invalid(with(16, &[0x81]), "packet first page", 16);
@@ -296,15 +302,15 @@ fn what_is_lent_is_checked() {
     let empty = Packet::Lent { round: 0, region: 0, first: 0, wanted: 0, zero: 0, look: false };
     assert_invalid(Packet::decode(&empty.encode()), "packet zero mask", 40);
 
-    let lent = |offsets: Vec<Option<u64>>| Message::Lent { offsets };
+    let lent = |offsets: Vec<Option<u64>>| Message::Lent { offsets, slots: 0 };
     let most = lent(vec![Some(u64::MAX - 1); MAX_REGIONS]);
     assert_eq!(decode(&most.encode(1)), Ok((1, most)));
     assert_invalid(decode(&lent(vec![]).encode(1)), "frame payload", 4);
     assert_invalid(decode(&lent(vec![None; MAX_REGIONS + 1]).encode(1)), "frame payload", 4);
     let one = lent(vec![None]).encode(1);
-    assert_invalid(decode(&patched(&one, 16, &[0])), "Lent regions", 16);
-    assert_invalid(decode(&patched(&one, 16, &[1, 4])), "Lent regions", 16);
-    assert!(matches!(decode(&patched(&one, 16, &[2])), Err(Error::Truncated { field: "Lent offset", .. })));
+    assert_invalid(decode(&patched(&one, 17, &[0])), "Lent regions", 17);
+    assert_invalid(decode(&patched(&one, 17, &[1, 4])), "Lent regions", 17);
+    assert!(matches!(decode(&patched(&one, 17, &[2])), Err(Error::Truncated { field: "Lent offset", .. })));
 }
 
 #[test]

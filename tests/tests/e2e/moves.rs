@@ -116,13 +116,14 @@ fn a_guest_on_two_numa_nodes_goes_on_where_it_was() -> Result<()> {
 #[test]
 fn memory_is_lent_on_one_host_unless_something_is_against_it() -> Result<()> {
     type Kind = fn(QemuBuilder) -> QemuBuilder;
-    let moves: [(&[&str], Kind, bool); 6] = [
+    let moves: [(&[&str], Kind, bool); 7] = [
         (&[], |guest| guest, true),
         (&["--compress", "auto", "--channels", "1"], |guest| guest.backends(2), true),
         (&["--no-lending"], |guest| guest, false),
         (&["--bandwidth", "1GB"], |guest| guest, false),
         (&["--compress", "zstd"], |guest| guest, false),
-        (&[], |guest| guest.backend(Backend::Ram), false),
+        (&[], |guest| guest.backend(Backend::Ram), true),
+        (&["--channels", "64"], |guest| guest.backend(Backend::Ram), false),
     ];
     for (flags, kind, is_lent) in moves {
         let source = kind(Qemu::multiboot()).booted()?;

@@ -171,9 +171,9 @@ pub(crate) struct MoveArgs {
     /// Send all pages, also on one host
     ///
     /// Over a unix socket in clear, a receiver that root or you have started reads the pages itself, from the files of
-    /// the guest's memory, which it gets for reading only. That copies them once and not twice. Memory that is private
-    /// or in a file on a disk is sent, and so is all of it with --bandwidth, --converge postcopy, or a --compress other
-    /// than none and auto.
+    /// the guest's memory, which it gets for reading only, or from a buffer that both share. That copies them once and
+    /// not twice. Memory in a file on a disk is sent, and so is all of it with --bandwidth, --converge postcopy, or a
+    /// --compress other than none and auto.
     #[arg(long, hide_short_help = true)]
     pub(crate) no_lending: bool,
     /// The token that the receiver printed, or @FILE with it

@@ -126,6 +126,7 @@ const MEMORY: &[i64] = &[
     libc::SYS_fallocate,
     libc::SYS_fstatfs,
     libc::SYS_ftruncate,
+    libc::SYS_memfd_create,
     libc::SYS_mincore,
     libc::SYS_pread64,
     libc::SYS_preadv,
@@ -133,7 +134,7 @@ const MEMORY: &[i64] = &[
     libc::SYS_pwritev,
 ];
 
-const FILLING: &[i64] = &[libc::SYS_memfd_create, libc::SYS_mlock, libc::SYS_readlinkat];
+const FILLING: &[i64] = &[libc::SYS_mlock, libc::SYS_readlinkat];
 
 const EVENTS: &[i64] = &[
     libc::SYS_epoll_create1,

@@ -1,6 +1,6 @@
 //! The channels of a source and the encoders in front of them, whatever is spoken on them.
 //!
-//! - `shared`: what all threads use, and what travels between them
+//! - `shared`: what all threads use, and what travels between them; `sent`: what they have done in a round
 //! - here: all channels of a session, and how a round's work is spread over them
 //! - `thread`: one of them; `feed`: what the main thread hands over
 //! - `encoding`, `encoder`, `meters`, `sampler`: the encoders; `gate`: between them and the channels
@@ -13,6 +13,7 @@ mod feed;
 mod gate;
 pub(crate) mod meters;
 mod sampler;
+mod sent;
 mod shared;
 mod thread;
 
@@ -26,8 +27,9 @@ use transship_memory::{Freeing, PageRange, WindowBuffer};
 
 pub(crate) use encoding::{Encoders, EncodingOptions};
 pub(crate) use feed::{MainThread, trim};
+pub(crate) use sent::Sent;
 use shared::SessionOver;
-pub(crate) use shared::{Batch, Body, Encoded, PagesAtOnce, Sent, Settled, Shared, Window};
+pub(crate) use shared::{Batch, Body, Encoded, PagesAtOnce, Settled, Shared, Window};
 
 use crate::{
     Error, Progress, Report, Rule, control::TICK, free::FreePages, guest::RegionPages, page_map::PageMap,
@@ -39,6 +41,15 @@ use feed::Feed;
 pub(crate) trait Channel: Send {
     /// What it shares with the others.
     fn shared(&self) -> &Arc<Shared>;
+
+    /// Where a window's pages go by way of a slot: has it filled, and says which. None: this window's do not.
+    fn fill_slot(
+        &mut self,
+        _window: &mut Window,
+        _fill: &mut dyn FnMut(&mut Window, &mut WindowBuffer) -> Result<(), Error>,
+    ) -> Result<Option<u8>, Error> {
+        Ok(None)
+    }
 
     /// Sends a window's pages, and announces those that became zero.
     fn send_window(&mut self, window: &Window, pages: Settled, body: Body<'_>, sent: &mut Sent) -> Result<(), Error>;
@@ -96,6 +107,11 @@ impl<C: Channel> Channels<C> {
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.shared
+    }
+
+    /// From now on pages go as they are.
+    pub(crate) fn encode_nothing(&mut self) {
+        self.encoders = None;
     }
 
     /// A second handle of the first connection.

@@ -8,7 +8,7 @@ use transship_memory::{
     GuestMemory, PageCount, PageNumber, PageRange, WINDOW_PAGES, WindowBuffer, WindowPages, WindowRead,
 };
 
-use super::dispatcher::Chosen;
+use super::{dispatcher::Chosen, sent::Sent};
 use crate::{Error, Progress, pacer::Pacer, page_map::PageMap};
 
 /// What all channels and encoders of a session use.
@@ -108,43 +108,6 @@ impl FirstFailure {
     }
 }
 
-/// What was done in a round.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Sent {
-    pub(crate) normal: PageCount,
-    /// Pages found to be zero, and those of them that had to be announced because the destination held other content.
-    /// Holes are announced, too.
-    pub(crate) zero: PageCount,
-    pub(crate) zero_sent: PageCount,
-    pub(crate) resent: PageCount,
-    /// Of `normal`: pages that the destination reads itself. It may find that they are zero.
-    pub(crate) lent: PageCount,
-    /// Without those of lent pages, until the round is confirmed.
-    pub(crate) bytes: u64,
-    pub(crate) cpu_seconds: f64,
-}
-
-impl Sent {
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.normal += other.normal;
-        self.zero += other.zero;
-        self.zero_sent += other.zero_sent;
-        self.resent += other.resent;
-        self.lent += other.lent;
-        self.bytes += other.bytes;
-        self.cpu_seconds += other.cpu_seconds;
-    }
-}
-
-impl Sent {
-    /// Whether a destination that reports these numbers has all of this. Of lent pages it may have found any number to
-    /// be zero.
-    pub(crate) fn is_settled_by(&self, pages: u64, zero: u64) -> bool {
-        let found = self.normal.get().checked_sub(pages).filter(|&found| found <= self.lent.get());
-        found.and_then(|found| self.zero_sent.get().checked_add(found)) == Some(zero)
-    }
-}
-
 /// A piece of a round.
 pub(crate) enum Batch {
     /// Windows with something to send.
@@ -185,6 +148,8 @@ pub(crate) enum Body<'a> {
     Lent {
         look: bool,
     },
+    /// They are in this slot, which the destination empties.
+    Slot(u8),
 }
 
 /// The pages of a window that are not zero, encoded.
@@ -329,6 +294,7 @@ impl Shared {
         sent.zero += zero;
         sent.zero_sent += zero;
         sent.lent -= zero;
+        sent.lent += sent.handed;
         sent.bytes += sent.lent.bytes();
         let progress = &self.progress;
         progress.normal_pages.fetch_sub(zero.get(), Relaxed);

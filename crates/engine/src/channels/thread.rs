@@ -37,7 +37,12 @@ fn send_all(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -
             Batch::Pages(windows) => {
                 for window in windows {
                     shared.each_claimed(window, |mut window| {
-                        let body = shared.body(&mut window, &mut buffer)?;
+                        let fill =
+                            &mut |window: &mut Window, room: &mut WindowBuffer| shared.read(window, room).map(drop);
+                        let body = match channel.fill_slot(&mut window, fill)? {
+                            Some(slot) => Body::Slot(slot),
+                            None => shared.body(&mut window, &mut buffer)?,
+                        };
                         let pages = shared.settle(&window, &mut sent);
                         channel.send_window(&window, pages, body, &mut sent)
                     })?;

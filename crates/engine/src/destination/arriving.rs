@@ -8,9 +8,9 @@ use std::{
     },
 };
 
-use transship_memory::{GuestMemory, Lent, PageCount, PageRange, Region, WindowBuffer, WindowPages};
+use transship_memory::{GuestMemory, PageCount, PageRange, Region, WindowBuffer, WindowPages};
 
-use super::arrival::Arrival;
+use super::{arrival::Arrival, borrowing::Borrowed};
 use crate::{Error, Progress, intake::Intake};
 
 /// Lent pages that are read before they are written into place: they stay in a core's cache meanwhile.
@@ -26,7 +26,7 @@ pub(super) struct ArrivingMemory {
     /// The guest may run already: pages are put in its way.
     arrival: Option<Arc<Arrival>>,
     /// What is read here and does not come.
-    pub(super) lent: Option<Lent>,
+    pub(super) lent: Option<Borrowed>,
 }
 
 impl ArrivingMemory {
@@ -94,7 +94,7 @@ impl ArrivingMemory {
 
     /// Whether a region was lent.
     pub(super) fn is_lent(&self, region: u16) -> bool {
-        self.lent.as_ref().is_some_and(|lent| lent.has(region.into()))
+        self.lent.as_ref().is_some_and(|lent| lent.memory.has(region.into()))
     }
 
     /// Copies pages of a window that were lent into place, but for those that are zero if they are looked for: which
@@ -109,7 +109,7 @@ impl ArrivingMemory {
         look: bool,
         buffer: &mut WindowBuffer,
     ) -> io::Result<u128> {
-        let lent = self.lent.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let lent = &self.lent.as_ref().ok_or(io::ErrorKind::NotFound)?.memory;
         let (mut zero, mut left) = (0, wanted);
         while !left.is_empty() {
             let piece = left.lowest(PAGES_PER_COPY);
@@ -122,6 +122,25 @@ impl ArrivingMemory {
         progress.zero_pages.fetch_add(found.get(), Ordering::Relaxed);
         progress.wire_bytes.fetch_add(kept.bytes(), Ordering::Relaxed);
         Ok(zero)
+    }
+
+    /// Whether a channel has this slot.
+    pub(super) fn has_slot(&self, slot: u8) -> bool {
+        let slots = self.lent.as_ref().and_then(|lent| lent.slots.as_ref());
+        slots.is_some_and(|(_, each)| slot < *each)
+    }
+
+    /// Writes pages of a window that are in a slot of a channel into place. The caller has checked the region and the
+    /// slot.
+    ///
+    /// # Errors
+    /// [`LentSlots::write_window`](transship_memory::LentSlots::write_window).
+    pub(super) fn write_slot(&self, region: u16, present: WindowPages, (channel, slot): (usize, u8)) -> io::Result<()> {
+        let slots = self.lent.as_ref().and_then(|lent| lent.slots.as_ref());
+        let (slots, each) = slots.ok_or(io::ErrorKind::NotFound)?;
+        self.intake.write_slot(region.into(), present, (slots, channel * usize::from(*each) + usize::from(slot)))?;
+        self.progress.wire_bytes.fetch_add(present.bytes(), Ordering::Relaxed);
+        Ok(())
     }
 
     /// Makes pages read as zero; those that never had content do already.

@@ -1,6 +1,6 @@
 //! The data connections of a destination, a thread each: read a packet, check it, put its pages into place.
 use std::{
-    io::{self, Read},
+    io::{self, Read, Write},
     sync::{Arc, atomic::Ordering::Relaxed},
     thread,
 };
@@ -173,19 +173,8 @@ impl PageReceiver {
                     self.arriving.clear_range(region, pages)?;
                     received.arrived.zero += count;
                 }
-                Packet::Lent { region, first, wanted, zero, look, .. } => {
-                    let named = WindowPages::new(first, wanted | zero);
-                    self.arriving.check(region, named.reach()).map_err(|what| self.broke(Rule::Bounds, &what))?;
-                    if !self.arriving.is_lent(region) {
-                        let what = format!("named pages of region {region}, which was not lent");
-                        return Err(self.broke(Rule::Bounds, &what));
-                    }
-                    let (pages, packet) = (Pages::Lent { look }, received.packets);
-                    received.found += self.unpack(Job { region, first, present: wanted, zero, pages, packet })?;
-                    received.count(0, zero, &self.arriving.progress); // of the others whoever reads them
-                    received.arrived.pages += named.with(wanted).count().get();
-                    received.arrived.lent += named.with(wanted).bytes();
-                }
+                Packet::Lent { .. } => self.take_lent(&packet, &mut received)?,
+                Packet::Slot { .. } => self.take_slot(&packet, &mut received)?,
                 Packet::RoundEnd { packets, .. } if packets == received.packets => {
                     received.found += self.lane.wait()?;
                     return Ok(received);
@@ -203,12 +192,47 @@ impl PageReceiver {
         }
     }
 
+    /// Pages that are read here.
+    fn take_lent(&mut self, packet: &Packet, received: &mut Received) -> Result<(), Error> {
+        let Packet::Lent { region, first, wanted, zero, look, .. } = *packet else { return Ok(()) };
+        let named = WindowPages::new(first, wanted | zero);
+        self.arriving.check(region, named.reach()).map_err(|what| self.broke(Rule::Bounds, &what))?;
+        if !self.arriving.is_lent(region) {
+            return Err(self.broke(Rule::Bounds, &format!("named pages of region {region}, which was not lent")));
+        }
+        let (pages, packet) = (Pages::Lent { look }, received.packets);
+        received.found += self.unpack(Job { region, first, present: wanted, zero, pages, packet })?;
+        received.count(0, zero, &self.arriving.progress); // of the others whoever reads them
+        received.arrived.pages += named.with(wanted).count().get();
+        received.arrived.lent += named.with(wanted).bytes();
+        Ok(())
+    }
+
+    /// Pages in a slot, which the source may fill again then.
+    fn take_slot(&mut self, packet: &Packet, received: &mut Received) -> Result<(), Error> {
+        let Packet::Slot { region, first, present, zero, slot, .. } = *packet else { return Ok(()) };
+        let named = WindowPages::new(first, present | zero);
+        self.arriving.check(region, named.reach()).map_err(|what| self.broke(Rule::Bounds, &what))?;
+        if !self.arriving.has_slot(slot) {
+            return Err(self.broke(Rule::Bounds, &format!("named slot {slot}, which there is not")));
+        }
+        let window = named.with(present);
+        let written = self.arriving.write_slot(region, window, (self.number, slot));
+        written.map_err(|error| self.unread(error))?;
+        self.connection.write_all(&[slot]).map_err(|error| self.unread(error))?;
+        self.arriving.clear_window(region, named.with(zero))?;
+        received.count(present, zero, &self.arriving.progress);
+        received.arrived.lent += window.bytes();
+        Ok(())
+    }
+
     fn check_round(&self, expected: u32, packet: &Packet) -> Result<(), Error> {
         let (Packet::Pages { round, .. }
         | Packet::Encoded { round, .. }
         | Packet::Hole { round, .. }
         | Packet::RoundEnd { round, .. }
-        | Packet::Lent { round, .. }) = *packet;
+        | Packet::Lent { round, .. }
+        | Packet::Slot { round, .. }) = *packet;
         if round != expected {
             return Err(self.broke(Rule::Order, &format!("sent a packet of round {round} in round {expected}")));
         }

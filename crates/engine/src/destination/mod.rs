@@ -98,7 +98,10 @@ impl Destination<'_> {
             self.arrivals.close();
         }
         let mut arriving = ArrivingMemory::new(intake, Arc::clone(self.progress));
-        arriving.lent = offered.map(|offered| offered.take(&connections[0], &self.guest.memory())).transpose()?;
+        if let Some(offered) = offered {
+            arriving.lent = offered.take(&connections, &self.guest.memory())?;
+            control.send_or_hear(&Message::Borrowed { is_readable: arriving.lent.is_some() })?;
+        }
         let arriving = Arc::new(arriving);
         // At most one `RoundEnd` of each channel waits here, and there is room for as many more, so the first failure
         // gets in at once.

@@ -7,7 +7,7 @@ use transship_wire::{Message, Preamble, Role, SessionId};
 
 use super::sender::PageSender;
 use crate::{
-    Compress, Error, MoveOptions, MoveTerms, Progress, Rule, Uri, ZeroPages,
+    Error, MoveOptions, MoveTerms, Progress, Rule, Uri, ZeroPages,
     channels::{self, Encoders, EncodingOptions, MainThread, Shared, Window},
     control::Control,
     cpu,
@@ -37,15 +37,13 @@ pub(crate) struct Setup {
     pub(crate) memory: GuestMemory,
     /// By region: the pages for which the destination holds content.
     pub(crate) content: Vec<PageMap>,
-    /// The destination reads pages itself: encoding others would only take time.
-    pub(crate) lends: bool,
 }
 
 impl Setup {
     /// For a destination whose memory is zero.
     pub(crate) fn new(session: SessionId, memory: GuestMemory) -> Self {
         let content = PageMap::empty(&memory);
-        Self { session, memory, content, lends: false }
+        Self { session, memory, content }
     }
 }
 
@@ -57,15 +55,14 @@ pub(crate) fn connect_channels(
     options: &MoveOptions,
     progress: &Arc<Progress>,
 ) -> Result<Channels, Error> {
-    let Setup { session, memory, content, lends } = setup;
+    let Setup { session, memory, content } = setup;
     let terms = &options.terms;
     let shared = Arc::new(Shared {
         pacer: terms.bandwidth.map(Pacer::new).map(Arc::new),
         look_for_zeros: terms.zero_pages == ZeroPages::Channels,
         ..Shared::new(memory, content, to.to_string(), progress)
     });
-    let MoveOptions { channels, .. } = *options;
-    let compress = if lends { Compress::default() } else { options.compress };
+    let MoveOptions { compress, channels, .. } = *options;
     let MoveTerms { encoders, when_busy, .. } = *terms;
     let encoding = EncodingOptions { compress, encoders, when_busy, channels, may_be_raw: true };
     let mut all = Channels::new(&shared, Encoders::start(&encoding, &shared)?);

@@ -68,7 +68,7 @@ impl Line {
             map.insert_range(PageRange::all(region.pages()));
         };
         content.iter().zip(memory.regions()).for_each(everything);
-        let setup = Setup { session: *session, memory: memory.clone(), content, lends: false };
+        let setup = Setup { session: *session, memory: memory.clone(), content };
         let role = |channel| Role::Push { line: number, channel };
         let channels = connect_channels(to, setup, role, options, progress)?;
         let lacks = owed::receive(&control, None, memory, STALL_TIMEOUT * 2, progress)?;

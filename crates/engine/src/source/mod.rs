@@ -10,6 +10,7 @@ mod room;
 mod sender;
 mod serving;
 mod session;
+mod slots;
 mod standing;
 mod switchover;
 mod urgent;

@@ -4,9 +4,10 @@ use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
 };
 
-use transship_memory::PageRange;
+use transship_memory::{PageRange, WindowBuffer};
 use transship_wire::{PACKET_BYTES, Packet};
 
+use super::slots::Slots;
 use crate::{
     Error,
     channels::{Body, Channel, Encoded, Sent, Settled, Shared, Window},
@@ -20,11 +21,39 @@ pub(crate) struct PageSender {
     shared: Arc<Shared>,
     /// Sent in this round.
     packets: u64,
+    /// Where private memory goes; none: it is sent.
+    slots: Slots,
 }
 
 impl PageSender {
     pub(crate) fn new(connection: Connection, number: u8, shared: Arc<Shared>) -> Self {
-        Self { connection, number, shared, packets: 0 }
+        Self { connection, number, shared, packets: 0, slots: Slots::default() }
+    }
+
+    /// From now on private memory goes through these.
+    pub(super) fn use_slots(&mut self, rooms: Vec<WindowBuffer>) {
+        self.slots = Slots::new(rooms);
+    }
+
+    /// The present pages of a window are in a slot.
+    fn send_slot(&mut self, window: &Window, pages: Settled, slot: u8, sent: &mut Sent) -> Result<(), Error> {
+        let Settled { present, zero } = pages;
+        let Window { round, .. } = *window;
+        let (region, first) = (window.region as u16, window.first.get());
+        let packet = match (present, zero) {
+            (0, 0) => None,
+            (0, _) => Some(Packet::Pages { round, region, first, present, zero }),
+            _ => Some(Packet::Slot { round, region, first, present, zero, slot }),
+        };
+        if present == 0 {
+            self.slots.release(slot);
+        }
+        let Some(packet) = packet else { return Ok(()) };
+        self.packets += 1;
+        let handed = window.pages(present);
+        sent.handed += handed.count();
+        self.shared.progress.wire_bytes.fetch_add(handed.bytes(), Relaxed);
+        self.write(&packet.encode(), sent)
     }
 
     fn write(&mut self, bytes: &[u8], sent: &mut Sent) -> Result<(), Error> {
@@ -42,7 +71,24 @@ impl Channel for PageSender {
         &self.shared
     }
 
+    fn fill_slot(
+        &mut self,
+        window: &mut Window,
+        fill: &mut dyn FnMut(&mut Window, &mut WindowBuffer) -> Result<(), Error>,
+    ) -> Result<Option<u8>, Error> {
+        if self.slots.is_empty() || !self.shared.memory.regions()[window.region].is_private() {
+            return Ok(None);
+        }
+        let (slot, mut room) = self.slots.take(&mut self.connection, &self.shared.peer)?;
+        fill(window, &mut room)?;
+        self.slots.put(slot, room);
+        Ok(Some(slot))
+    }
+
     fn send_window(&mut self, window: &Window, pages: Settled, body: Body<'_>, sent: &mut Sent) -> Result<(), Error> {
+        if let Body::Slot(slot) = body {
+            return self.send_slot(window, pages, slot, sent);
+        }
         let Settled { present, zero } = pages;
         if present | zero == 0 {
             return Ok(());
@@ -58,6 +104,7 @@ impl Channel for PageSender {
                 self.write(&packet.encode(), sent)?;
                 return self.write(bytes, sent);
             }
+            Body::Slot(_) => return Err(Error::Bug("a slot was left over")), // was sent above
             Body::Lent { look } => {
                 self.packets += 1;
                 let lent = window.pages(present);

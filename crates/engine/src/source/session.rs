@@ -57,15 +57,21 @@ impl MoveSession {
             Message::Lend if lends => {}
             other => return Err(control.unexpected(&other, "in answer to Hello")),
         }
-        if let Some(offer) = &offer {
+        if let Some(offer) = &mut offer {
             offer.tell(&mut control)?;
         }
         fail_point::reach("source.welcome")?;
-        let setup = Setup { lends: offer.is_some(), ..Setup::new(id, guest.memory()) };
-        let channels = channels::connect_channels(to, setup, Role::Data, options, progress)?;
+        let setup = Setup::new(id, guest.memory());
+        let mut channels = channels::connect_channels(to, setup, Role::Data, options, progress)?;
         if let Some(offer) = offer {
-            let lent = offer.pass(channels.first(), &control.peer)?;
-            let _ = channels.shared().lent.set(lent); // nobody else does
+            let handed = offer.pass(channels.first(), &control.peer)?;
+            match control.receive("its Borrowed", STALL_TIMEOUT * 2, progress)? {
+                Message::Borrowed { is_readable: true } => handed.put_to_use(&mut channels),
+                Message::Borrowed { is_readable: false } => {
+                    tracing::info!("all pages are sent: there is somebody between the two sides");
+                }
+                other => return Err(control.unexpected(&other, "where Borrowed was due")),
+            }
         }
         fail_point::reach("source.connected")?;
         let looks = options.terms.zero_pages == ZeroPages::Main;

@@ -28,11 +28,11 @@ impl Connection {
         }
     }
 
-    /// Sends these, at most [`MAX_FDS`], with a byte.
+    /// Sends these, at most [`MAX_FDS`] and perhaps none, with a byte.
     pub(crate) fn send_files(&self, files: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut space = [MaybeUninit::uninit(); SPACE];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        if !control.push(SendAncillaryMessage::ScmRights(files)) {
+        if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors for one message"));
         }
         rustix::io::retry_on_intr(|| sendmsg(self, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL))?;

@@ -24,6 +24,7 @@ use rustix::{
 use transship_engine::{
     Actor, Error, Listener, MoveOptions, Progress, Report, Rule, Setting, Uri, move_guest, receive_guest,
 };
+use transship_memory::make_slots;
 use transship_wire::{FRAME_BYTES, Frame, Message, Packet, Preamble, Refusal, Role, SessionId};
 
 const PAGES: [u64; 1] = [300];
@@ -167,7 +168,7 @@ fn pass(peer: &Peer, files: &[BorrowedFd<'_>]) {
 }
 
 fn lent(offsets: &[Option<u64>]) -> Message {
-    Message::Lent { offsets: offsets.to_vec() }
+    Message::Lent { offsets: offsets.to_vec(), slots: 0 }
 }
 
 const LENT: Packet = Packet::Lent { round: 0, region: 0, first: 0, wanted: 1, zero: 0, look: true };
@@ -182,8 +183,8 @@ fn what_can_not_be_read_as_the_memory_is_not_borrowed() {
     type Case<'a> = (&'a [Option<u64>], &'a [BorrowedFd<'a>], Rule, &'a str);
     let cases: [Case<'_>; 7] = [
         (&[Some(0), Some(0)], &[whole, whole], Rule::Count, "lends 2 regions, but there are 1"),
-        (&[Some(0)], &[], Rule::Count, "lends 1 regions, but passed 0 files"),
-        (&[Some(0)], &[whole, whole], Rule::Count, "passed 2 files"),
+        (&[Some(0), Some(0)], &[], Rule::Count, "lends 2 regions, but there are 1"),
+        (&[Some(0)], &[whole, whole], Rule::Count, "passed 2"),
         (
             &[Some(4096)],
             &[whole],
@@ -237,12 +238,33 @@ fn pages_that_were_not_lent_are_not_read() {
         pass(peer, &[short.as_fd()]);
         peer.send(0, LENT, 0);
         peer.send(0, Packet::RoundEnd { round: 0, packets: 1 }, 0);
+        assert_eq!(peer.hear(), Some(Message::Borrowed { is_readable: true }));
         assert_eq!(peer.hear(), Some(Message::RoundDone { round: 0, pages: 0, zero: 1 }));
         ftruncate(&short, 0).unwrap();
         peer.send(0, Packet::Lent { round: 1, region: 0, first: 0, wanted: 1, zero: 0, look: true }, 0);
     });
     assert_eq!(error.rule(), Some(Rule::Bounds), "{error}");
     assert!(error.to_string().contains("cut the file short"), "{error}");
+}
+
+#[test]
+fn slots_that_are_not_there_are_not_emptied() {
+    let slot = |slot, first| Packet::Slot { round: 0, region: 0, first, present: 1, zero: 0, slot };
+    let (error, _) = against(1, |peer| peer.send(0, slot(0, 0), 0));
+    assert_eq!(error.rule(), Some(Rule::Bounds), "{error}");
+    let (file, _rooms) = make_slots(2).unwrap();
+    let lending = |slots, packet: Packet| {
+        against_lender(|peer| {
+            peer.say(&Message::Lent { offsets: vec![None], slots });
+            pass(peer, &[file.as_fd()]);
+            peer.send(0, packet, 0);
+        })
+    };
+    let error = lending(2, slot(2, 0));
+    assert!(error.to_string().contains("named slot 2, which there is not"), "{error}");
+    assert_eq!(lending(2, slot(1, 384)).rule(), Some(Rule::Bounds));
+    let error = lending(3, slot(2, 0));
+    assert!(error.to_string().contains("their file is too short"), "{error}");
 }
 
 #[test]

@@ -1,6 +1,13 @@
 //! Whatever a guest writes, zeroes and frees while it moves, the destination holds the same bytes in the end.
 #![allow(clippy::unwrap_used)]
-use std::time::Duration;
+use std::{
+    io,
+    net::Shutdown,
+    os::unix::net::{UnixListener, UnixStream},
+    path::Path,
+    thread,
+    time::Duration,
+};
 
 use crate::common::{
     self, Kind, Op, Scripted, Waiting, contents, kind,
@@ -9,7 +16,8 @@ use crate::common::{
 };
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
-    Compress, Error, Misfit, MoveOptions, MoveTerms, Report, Rule, Status, WhenBusy, ZeroPages, guest::GuestError,
+    Compress, Error, Listener, Misfit, MoveOptions, MoveTerms, Progress, Report, Rule, Status, Uri, WhenBusy,
+    ZeroPages, guest::GuestError, move_guest, receive_guest,
 };
 use transship_memory::{GuestMemory, PAGE, PageCount};
 
@@ -54,7 +62,7 @@ proptest! {
         ended.source.unwrap();
         ended.destination.unwrap();
         let raw = ["none", "auto"].iter().any(|text| compress == text.parse().unwrap());
-        let may_be_lent = lends && raw && kinds.0 != Kind::Private;
+        let may_be_lent = lends && raw;
         prop_assert!(may_be_lent || ended.report.bytes.lent == 0);
         prop_assert!(!may_be_lent || ended.report.bytes.lent == ended.report.pages.normal * PAGE);
         prop_assert!(destination.has_kept(kinds.1));
@@ -104,6 +112,49 @@ fn pages_that_are_lent_are_counted_by_what_the_destination_finds() {
     assert_eq!(rounds.iter().map(|round| round.lent).collect::<Vec<_>>()[..2], [2 * PAGE, 2 * PAGE], "{rounds:?}");
     let there: Vec<_> = destination.memory.regions().iter().map(|region| region.data().unwrap().count()).collect();
     assert!(there[1] < PageCount::new(12), "zeros took memory: {there:?}");
+}
+
+/// Passes bytes on, as ssh does with a socket of another host, and no descriptors.
+fn pass_bytes_on(here: &Path, there: &Path) {
+    let (listener, there) = (UnixListener::bind(here).unwrap(), there.to_owned());
+    thread::spawn(move || {
+        for near in listener.incoming().map_while(Result::ok) {
+            let Ok(far) = UnixStream::connect(&there) else { return };
+            let back = (far.try_clone().unwrap(), near.try_clone().unwrap());
+            for (mut from, mut to) in [(near, far), back] {
+                thread::spawn(move || {
+                    let _ = io::copy(&mut from, &mut to);
+                    let _ = to.shutdown(Shutdown::Both);
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn where_descriptors_do_not_come_through_everything_is_sent() {
+    for (kind, compress) in [(Kind::Shared, "auto"), (Kind::Shared, "none"), (Kind::Private, "none")] {
+        let folder = tempfile::tempdir().unwrap();
+        let [here, there] = ["here", "there"].map(|name| folder.path().join(name));
+        let listener = Listener::bind(&Uri::Unix(there.clone())).unwrap();
+        pass_bytes_on(&here, &there);
+        let mut source = Scripted::new(&PAGES, vec![]).with_memory(kind);
+        let fill = Op::FillRun { region: 1, first: 0, count: 20, byte: 7 };
+        common::apply(&source.memory, &fill, &mut source.script.lock().unwrap().history);
+        let mut destination = Waiting::new(&PAGES);
+        let options = MoveOptions { lend_to: common::us(), compress: compress.parse().unwrap(), ..patient() };
+        let mut report = Report::default();
+        thread::scope(|scope| {
+            let receiving = scope.spawn(|| {
+                receive_guest(&mut destination, listener, None, &Progress::new(), &mut Report::default()).unwrap();
+            });
+            let to = Uri::Unix(here);
+            move_guest(&mut source, None, None, &to, &options, &Progress::new(), &mut report).unwrap();
+            receiving.join().unwrap();
+        });
+        assert_eq!((report.bytes.lent, report.verified), (0, Some(true)), "{kind:?}, {compress}");
+        assert!(contents(&source.memory) == contents(&destination.memory));
+    }
 }
 
 /// A guest of whose memory a part is given back and then looked at, once it was sent.

@@ -86,10 +86,11 @@ pub(crate) fn messages() -> Vec<(Message, &'static str, Vec<u8>)> {
         (Message::Stale, "Stale", hex(&format!("1200 0000 00000000 {id}"))),
         (Message::Lend, "Lend", hex(&format!("1300 0000 00000000 {id}"))),
         (
-            Message::Lent { offsets: vec![Some(0x20_0000), None] },
+            Message::Lent { offsets: vec![Some(0x20_0000), None], slots: 4 },
             "Lent",
-            hex(&format!("1400 0000 12000000 {id} 0200 0000200000000000 ffffffffffffffff")),
+            hex(&format!("1400 0000 13000000 {id} 04 0200 0000200000000000 ffffffffffffffff")),
         ),
+        (Message::Borrowed { is_readable: true }, "Borrowed", hex(&format!("1500 0000 01000000 {id} 01"))),
     ]
 }
 
@@ -110,6 +111,11 @@ pub(crate) fn packets() -> Vec<(Packet, Vec<u8>)> {
             Packet::RoundEnd { round: 9, packets: 0x0a0b },
             hex("5453504b 03 00 0000 09000000 00000000 0000000000000000
                  0b0a000000000000 0000000000000000 00000000000000000000000000000000 0000000000000000"),
+        ),
+        (
+            Packet::Slot { round: 2, region: 5, first: 0x180, present: 0b101 | 1 << 127, zero: 0b10, slot: 3 },
+            hex("5453504b 05 00 0500 02000000 00000000 8001000000000000
+                 05000000000000000000000000000080 02000000000000000000000000000000 0300000000000000"),
         ),
         (
             Packet::Lent { round: 2, region: 5, first: 0x180, wanted: 0b101 | 1 << 127, zero: 0b10, look: true },

@@ -207,7 +207,7 @@ impl Channel for PacketSender {
         let read = match body {
             Body::Encoded(Encoded { bytes, .. }) => return self.send_encoded(window, pages, bytes, sent),
             Body::Plain(read) => read,
-            Body::Lent { .. } => return Err(Error::Bug("can't lend memory to a QEMU")),
+            Body::Lent { .. } | Body::Slot(_) => return Err(Error::Bug("can't lend memory to a QEMU")),
         };
         let Some(storing) = &mut self.storing else {
             let header = self.header(window, pages, 0);
