@@ -1,7 +1,7 @@
 //! A guest that is to be moved or saved, in the hands of a process that keeps no right that it does not need.
 //!
 //! ```text
-//!   attach · acquire what tracking takes · start the guard and the steward ─► [open the file] ─► confine ─► threads ─► work
+//!   start the guard and the steward ─► attach · acquire what tracking takes ─► [open the file] ─► confine ─► threads ─► work
 //! ```
 //!
 //! What still takes a right afterwards, the steward does: it connects, looks for processes that write guest memory,
@@ -24,7 +24,7 @@ use crate::{
     journal::{self, Journal},
     output,
     progress::Display,
-    sandbox::{Errands, Left, Role, Sandbox, Steward},
+    sandbox::{Errands, Left, Role, Sandbox, Steward, charged},
     signals::{Held, Side, Watcher},
 };
 
@@ -78,6 +78,9 @@ impl Taken {
 impl Wanted<'_> {
     /// All that takes rights, but for giving them up. The steward is to be dropped after all that it serves.
     pub(crate) fn take(self, sandbox: &Sandbox, steward: &mut Option<Steward>) -> Result<Taken, Error> {
+        // They come to be while the VMM is asked.
+        let idle = sandbox.idle_steward()?;
+        let guard = GuardProcess::start(self.vm_text, self.guard)?;
         let mut guest = attach_source(self.vm, self.attach.clone())?;
         // One that stands still is watched only if it goes.
         if let Some(watch) = self.watch
@@ -98,13 +101,13 @@ impl Wanted<'_> {
         let empty = journal.as_ref().and_then(Journal::path);
         let errands =
             Errands { connect, socket, journal: empty, lookout, threads, hold, commands, ..Errands::default() };
-        *steward = sandbox.steward(&errands)?;
+        *steward = charged(idle, &errands)?;
         if let Some(steward) = steward {
             guest.look_by(steward.lookout());
             guest.know_threads_by(steward.threads());
             guest.hold_by(steward.hold());
         }
-        Ok(Taken { guest, guard: GuardProcess::start(self.vm_text, self.guard)?, journal })
+        Ok(Taken { guest, guard, journal })
     }
 }
 

@@ -29,7 +29,7 @@ use transship_vmm::{VmAddress, qemu::libvirt::Purpose};
 use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
 use calls::Calls;
 use identity::{Account, Kept};
-pub(crate) use steward::{Errands, OURSELVES, Steward, run as run_steward};
+pub(crate) use steward::{Errands, Idle, OURSELVES, Steward, run as run_steward};
 
 /// What a process does once it is confined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -177,11 +177,18 @@ impl Sandbox {
     /// # Errors
     /// It can't be started.
     pub(crate) fn steward(&self, errands: &Errands<'_>) -> Result<Option<Steward>, Error> {
-        if self.is_off() || errands.is_empty() {
-            return Ok(None);
+        match self.is_off() || errands.is_empty() {
+            true => Ok(None),
+            false => Idle::start(errands.other.as_ref()).and_then(|idle| idle.charge(errands)).map_err(no_steward),
         }
-        let failed = |source| Error::Io { what: "start the process that keeps the rights".into(), source };
-        Steward::start(errands).map(Some).map_err(failed)
+    }
+
+    /// One that hears later what there is to do ([`charged`]): it comes to be while this process waits for its VMM.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub(crate) fn idle_steward(&self) -> Result<Option<Idle>, Error> {
+        (!self.is_off()).then(|| Idle::start(None)).transpose().map_err(no_steward)
     }
 
     /// Gives up all rights but those of the role and what is `left`. From here on no path leads anywhere else. A room
@@ -226,6 +233,18 @@ impl Sandbox {
     pub(crate) fn is_off(&self) -> bool {
         matches!(self, Self::Off) || stalls_for_a_test()
     }
+}
+
+/// The steward that was started already, if there is something to do for it.
+///
+/// # Errors
+/// It is not there any more.
+pub(crate) fn charged(idle: Option<Idle>, errands: &Errands<'_>) -> Result<Option<Steward>, Error> {
+    idle.map_or(Ok(None), |idle| idle.charge(errands)).map_err(no_steward)
+}
+
+fn no_steward(source: io::Error) -> Error {
+    Error::Io { what: "start the process that keeps the rights".into(), source }
 }
 
 /// A process that stalls at a named step makes a file there.

@@ -1,7 +1,10 @@
-//! A second process beside a confined one, which keeps the rights. It does a few things that the command line named,
-//! and nothing else: it makes connections to the addresses there, looks for processes that write guest memory, runs the
-//! user's own commands, and removes what the first process leaves behind. What it is asked is which of these, and it
-//! takes no other word.
+//! A second process beside a confined one, which keeps the rights. It does a few things that the first named before it
+//! was confined, and nothing else: it makes connections to these addresses, looks for processes that write guest
+//! memory, runs the user's own commands, and removes what the first process leaves behind. What it is asked is which of
+//! these, and it takes no other word.
+//!
+//! To start a program takes a few milliseconds. So it may be started before anybody knows what it is to do, and hears
+//! that by its first line.
 mod serving;
 
 use std::{
@@ -88,24 +91,70 @@ impl<'a> Errands<'a> {
         !is_asked && socket.is_none() && folder.is_none() && journal.is_none()
     }
 
-    fn arguments(&self) -> io::Result<Vec<OsString>> {
-        let flag = |name: &str, value: OsString| [OsString::from(name), value];
-        let commands = match self.commands.is_empty() {
-            true => None,
-            false => Some(flag("--commands", serde_json::to_string(&self.commands)?.into())),
-        };
-        let connect = self.connect.iter().map(|uri| flag("--connect", uri.to_string().into()));
-        let socket = self.socket.map(|path| flag("--socket", path.into()));
-        let folder = self.folder.map(|path| flag("--folder", path.into()));
-        let journal = self.journal.map(|path| flag("--journal", path.into()));
-        let lookout = self.lookout.as_ref().map(|text| flag("--lookout", text.into()));
-        let threads = self.threads.as_ref().map(|text| flag("--threads", text.into()));
-        let hold = self.hold.as_ref().map(|text| flag("--hold", text.into()));
-        let freeze = self.freeze.map(|pid| flag("--freeze", pid.to_string().into()));
-        let give_back = self.give_back.as_ref().map(|text| flag("--give-back", text.into()));
-        let other = self.other.as_ref().map(|_| OsString::from("--other"));
-        let all = [socket, folder, journal, lookout, threads, hold, commands, freeze, give_back];
-        Ok(all.into_iter().flatten().chain(connect).flatten().chain(other).collect())
+    /// As its first line has them.
+    fn charge(&self) -> Charge {
+        let Self { connect, socket, folder, journal, lookout, threads, hold, commands, freeze, give_back, other } =
+            self;
+        let path = |path: &Option<&Path>| path.map(OsString::from);
+        Charge {
+            connect: connect.iter().map(Uri::to_string).collect(),
+            socket: path(socket),
+            folder: path(folder),
+            journal: path(journal),
+            lookout: lookout.clone(),
+            threads: threads.clone(),
+            hold: hold.clone(),
+            commands: commands.iter().map(|(phase, command)| ((*phase).to_owned(), command.clone())).collect(),
+            freeze: *freeze,
+            give_back: give_back.clone(),
+            other: other.is_some(),
+        }
+    }
+}
+
+/// What a steward is to do, as it hears it: [`Errands`]. Paths need not be text.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Charge {
+    connect: Vec<String>,
+    socket: Option<OsString>,
+    folder: Option<OsString>,
+    journal: Option<OsString>,
+    lookout: Option<String>,
+    threads: Option<String>,
+    hold: Option<String>,
+    commands: Vec<(String, UserCommand)>,
+    freeze: Option<i32>,
+    give_back: Option<String>,
+    /// Standard output is the pipe.
+    other: bool,
+}
+
+/// A second process that has not heard yet what it is to do. It ends when this is dropped.
+pub(crate) struct Idle(UnixStream);
+
+impl Idle {
+    /// Starts it. `other`: of [`Errands`].
+    pub(super) fn start(other: Option<&OwnedFd>) -> io::Result<Self> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let other = other.map(OwnedFd::try_clone).transpose()?;
+        // Whoever waits for the end of what the first process says does not wait for the other one.
+        let stderr = if other.is_some() { Stdio::null() } else { Stdio::inherit() };
+        program(theirs).stdout(other.map_or_else(Stdio::null, Stdio::from)).stderr(stderr).spawn()?;
+        Ok(Self(ours))
+    }
+
+    /// Says what it is to do, if that is anything. From now on new connections and commands of this process come from
+    /// it, if it has any.
+    pub(super) fn charge(self, errands: &Errands<'_>) -> io::Result<Option<Steward>> {
+        if errands.is_empty() {
+            return Ok(None);
+        }
+        let Self(socket) = self;
+        let line = LineSocket::new(socket.try_clone()?);
+        let text = serde_json::to_vec(&errands.charge())?;
+        line.send(&text, &[], Instant::now() + ANSWER_WAIT).map_err(io::Error::other)?;
+        Ok(Some(Steward::new(socket, line, errands)))
     }
 }
 
@@ -116,19 +165,8 @@ pub(crate) struct Steward {
 }
 
 impl Steward {
-    /// Starts it. From now on new connections and commands of this process come from it, if it has any.
-    pub(super) fn start(errands: &Errands<'_>) -> io::Result<Self> {
-        let (ours, theirs) = UnixStream::pair()?;
-        let other = errands.other.as_ref().map(OwnedFd::try_clone).transpose()?;
-        // Whoever waits for the end of what the first process says does not wait for the other one.
-        let stderr = if other.is_some() { Stdio::null() } else { Stdio::inherit() };
-        let mut command = program(theirs);
-        command
-            .args(errands.arguments()?)
-            .stdout(other.map_or_else(Stdio::null, Stdio::from))
-            .stderr(stderr)
-            .spawn()?;
-        let line = Arc::new(Mutex::new(LineSocket::new(ours.try_clone()?)));
+    fn new(socket: UnixStream, line: LineSocket, errands: &Errands<'_>) -> Self {
+        let line = Arc::new(Mutex::new(line));
         if !errands.connect.is_empty() {
             let (to_engine, to_adapters) = (Arc::clone(&line), Arc::clone(&line));
             connect_by(move |uri| connect(&to_engine, uri));
@@ -149,7 +187,7 @@ impl Steward {
             let line = Arc::clone(&line);
             give_back_by(move |wanted| give_back(&line, wanted == known));
         }
-        Ok(Self { socket: ours, line })
+        Self { socket, line }
     }
 
     /// For a tracker for which threads wait that it knows.

@@ -29,7 +29,7 @@ use transship_vmm::{
     threads_that_may_wait,
 };
 
-use super::{ANSWER_WAIT, Answer, Ask};
+use super::{ANSWER_WAIT, Answer, Ask, Charge};
 use crate::{args::StewardArgs, failure::Failure, journal, signals};
 
 /// Longer than anything runs.
@@ -52,10 +52,13 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
         serve_domain(UnixStream::from(stdin), &address, &purpose);
         return Ok(());
     }
-    let tasks = Tasks::of(args).map_err(|why| unusable(&why))?;
-    // Somebody else may have put another one there when it is to be removed.
-    let socket = args.socket.as_ref().and_then(|path| Some((identity(path)?, path)));
     let mut line = LineSocket::new(UnixStream::from(stdin));
+    // Whoever has started us may have ended, or found that there is nothing to do.
+    let Ok(Line { text, .. }) = line.receive(Instant::now() + FOREVER) else { return Ok(()) };
+    let charge: Charge = serde_json::from_slice(&text).map_err(|why| unusable(&why))?;
+    let tasks = Tasks::of(&charge).map_err(|why| unusable(&why))?;
+    // Somebody else may have put another one there when it is to be removed.
+    let socket = charge.socket.as_ref().map(Path::new).and_then(|path| Some((identity(path)?, path)));
     match tasks {
         Some(mut tasks) => {
             while let Ok(Line { text, .. }) = line.receive(Instant::now() + FOREVER) {
@@ -67,16 +70,16 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
         }
         None => while line.stream().read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {},
     }
-    if args.other {
+    if charge.other {
         await_other(&line);
     }
     if let Some((_, path)) = socket.filter(|(id, path)| identity(path) == Some(*id)) {
         let _ = fs::remove_file(path);
     }
-    if let Some(path) = &args.folder {
+    if let Some(path) = &charge.folder {
         let _ = fs::remove_dir_all(path);
     }
-    args.journal.iter().for_each(|path| journal::remove_empty(path));
+    charge.journal.iter().for_each(|path| journal::remove_empty(Path::new(path)));
     Ok(())
 }
 
@@ -110,16 +113,15 @@ type Done = io::Result<(Answer, Option<OwnedFd>)>;
 
 impl Tasks {
     /// None: there are none.
-    fn of(args: &StewardArgs) -> Result<Option<Self>, String> {
-        let connect: Vec<Uri> = args.connect.iter().map(|uri| uri.parse()).collect::<Result<_, String>>()?;
-        let commands = args.commands.as_deref().map(serde_json::from_str::<Vec<(String, UserCommand)>>).transpose();
-        let commands: HashMap<_, _> = commands.map_err(|e| e.to_string())?.into_iter().flatten().collect();
-        let lookout = args.lookout.clone();
-        let threads = args.threads.as_deref().map(threads_that_may_wait).transpose().map_err(|e| e.to_string())?;
+    fn of(charge: &Charge) -> Result<Option<Self>, String> {
+        let connect: Vec<Uri> = charge.connect.iter().map(|uri| uri.parse()).collect::<Result<_, String>>()?;
+        let commands: HashMap<_, _> = charge.commands.iter().cloned().collect();
+        let lookout = charge.lookout.clone();
+        let threads = charge.threads.as_deref().map(threads_that_may_wait).transpose().map_err(|e| e.to_string())?;
         // Whoever has started us is connected to it.
-        let hold = args.hold.as_deref().map(processors_to_hold).transpose().map_err(|e| e.to_string())?;
-        let freezer = args.freeze.map(Freezer::of).transpose().map_err(|e| e.to_string())?;
-        let give_back = args.give_back.clone();
+        let hold = charge.hold.as_deref().map(processors_to_hold).transpose().map_err(|e| e.to_string())?;
+        let freezer = charge.freeze.map(Freezer::of).transpose().map_err(|e| e.to_string())?;
+        let give_back = charge.give_back.clone();
         let looks =
             lookout.is_some() || threads.is_some() || hold.is_some() || freezer.is_some() || give_back.is_some();
         let is_idle = !looks && connect.is_empty() && commands.is_empty();
