@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use crossbeam_channel::bounded;
 use transship_memory::{Freeing, GuestMemory};
 use transship_wire::Message;
 
@@ -40,6 +41,26 @@ pub(super) struct Transship<'a> {
     pub(super) verify: bool,
 }
 
+impl Transship<'_> {
+    /// Behind the last page. `compared`: the memory, if the destination's is to be compared with it.
+    fn send_state_last(
+        &mut self,
+        state: &[u8],
+        rounds: &mut Rounds,
+        compared: Option<(GuestMemory, Freeing)>,
+        (progress, report): (&Progress, &mut Report),
+    ) -> Result<(), Error> {
+        rounds.send_the_late(self.session, DONE_TIMEOUT_STOPPED, progress, report)?;
+        let control = &mut self.session.control;
+        if let Some((memory, freeing)) = compared {
+            compare(&memory, freeing, control, rounds, progress, report)?;
+        }
+        send_state(state, control)?;
+        report.bytes.wire += state.len() as u64;
+        fail_point::reach("source.state-sent")
+    }
+}
+
 impl Peer for Transship<'_> {
     fn name(&self) -> &'static str {
         "source"
@@ -47,49 +68,47 @@ impl Peer for Transship<'_> {
 
     /// The VMM saves the device state while the last round is found and sent: it should write to no guest memory any
     /// more. The last look sees whether it did. Where processes beside the VMM may end when it saves its state, the
-    /// round is found before that. A guest that stood still anyway has all its memory in that round, and is looked at
-    /// meanwhile; one that ran, while the destination loads.
+    /// round is found before that. While the destination loads, the guest is looked at: whether it is what it was. That
+    /// begins at once for a guest that stood still anyway, as its memory is all in that round.
     fn bring_the_rest(
         &mut self,
         course: &mut MoveInProgress<'_, '_>,
         rounds: &mut Rounds,
         found: Found,
     ) -> Result<(), Error> {
-        let Self { session, verify } = self;
         let MoveInProgress { guest, progress, report, .. } = course;
         let ends_writers = guest.state_ends_writers();
         if ends_writers {
-            rounds.find_the_rest(*session)?;
+            rounds.find_the_rest(&*self.session)?;
             rounds.let_others_end();
         }
+        let compared = self.verify.then(|| (guest.memory(), guest.freeing()));
         let failed = AtomicBool::new(false); // Relaxed: it says nothing about other memory
-        let (sent, state) = thread::scope(|scope| {
+        let (tell_state, saved_state) = bounded(1);
+        let (sent, saved) = thread::scope(|scope| {
             let saving = scope.spawn(|| {
+                // Hung up when this thread ends.
+                let tell_state = tell_state;
                 let state = save_state(guest.unguarded(), &failed)?;
-                if !found.ran() {
-                    guest.check_unchanged()?;
-                }
-                Ok::<_, Error>(state)
+                let _ = tell_state.send(state);
+                if found.ran() { Ok(()) } else { Ok(guest.check_unchanged()?) }
             });
-            let rest = if ends_writers { Ok(()) } else { rounds.find_the_rest(*session) };
-            let sent = rest.and_then(|()| rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report));
+            let rest = if ends_writers { Ok(()) } else { rounds.find_the_rest(&*self.session) };
+            let send = || {
+                rest?;
+                rounds.send_the_rest(self.session, DONE_TIMEOUT_STOPPED, progress, report)?;
+                // None: why is known to the thread that saves.
+                let Ok(state) = saved_state.recv() else { return Ok(()) };
+                self.send_state_last(&state, rounds, compared, (progress, report))
+            };
+            let sent = send();
             failed.store(sent.is_err(), Relaxed);
             (sent, saving.join().unwrap_or_else(|panic| resume_unwind(panic)))
         });
-        sent?;
-        let state = state?;
-        rounds.send_the_late(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
-        let control = &mut session.control;
-        if *verify {
-            compare(&***guest, control, rounds, progress, report)?;
-        }
-        send_state(&state, control)?;
-        report.bytes.wire += state.len() as u64;
-        fail_point::reach("source.state-sent")?;
-        // While the destination loads.
+        sent.and(saved)?;
         guest.check_unchanged()?;
         guest.unguarded().prepare_to_give_up()?;
-        await_loaded(control, progress)?;
+        await_loaded(&self.session.control, progress)?;
         fail_point::reach("source.loaded")
     }
 
@@ -129,13 +148,13 @@ fn digest_timeout(memory: &GuestMemory) -> Duration {
 }
 
 fn compare(
-    guest: &dyn SourceGuest,
+    memory: &GuestMemory,
+    freeing: Freeing,
     control: &mut Control,
     rounds: &Rounds,
     progress: &Progress,
     report: &mut Report,
 ) -> Result<(), Error> {
-    let (memory, freeing) = (&guest.memory(), guest.freeing());
     // It computes while we do.
     control.send_or_hear(&Message::DigestWanted)?;
     // What the guest can do without was not sent, and reads as zero there.
