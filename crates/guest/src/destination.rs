@@ -6,6 +6,15 @@ use transship_wire::GuestDescription;
 
 use crate::{DiskFile, GuestError, StateFormat};
 
+/// What made a device state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StateMade {
+    /// The adapter of a source, which is of the same kind as the destination's.
+    ByAdapter,
+    /// The VMM by itself, in a migration of its own or for a file. Whoever passes it on leaves the guest's memory out.
+    ByVmm,
+}
+
 /// A guest that waits for its memory and state. Nothing may run in it before `start`.
 pub trait DestinationGuest: Send {
     /// The description of the guest that it waits for.
@@ -84,12 +93,12 @@ pub trait DestinationGuest: Send {
     fn written_elsewhere(&mut self, _disks: &[DiskFile]) -> Option<(DiskFile, String)> {
         None
     }
-    /// Does beforehand what `load_state` needs and the guest would stand still for. Called while the first pages come;
-    /// `tidy` undoes it.
+    /// Does beforehand what `load_state` needs and the guest would stand still for. Called while pages come; `tidy`
+    /// undoes it. A state that somebody else has made is loaded all the same, only later.
     ///
     /// # Errors
     /// The VMM refuses.
-    fn expect_state(&mut self) -> Result<(), GuestError> {
+    fn expect_state(&mut self, _made: StateMade) -> Result<(), GuestError> {
         Ok(())
     }
     /// Loads the device state, to the end of `state`, and waits until the VMM reports that it has loaded all of it.

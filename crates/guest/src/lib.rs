@@ -18,7 +18,7 @@ mod source;
 
 use transship_memory::PageRange;
 
-pub use destination::DestinationGuest;
+pub use destination::{DestinationGuest, StateMade};
 pub use disks::{DiskFile, DiskSnapshot, NO_DISK_SNAPSHOT};
 pub use error::GuestError;
 pub use guard::{Duty, Guard, LastWill};

@@ -28,7 +28,7 @@ use crate::{
     ending::finish,
     fail_point,
     filling::stand_in::StandIn,
-    guest::DestinationGuest,
+    guest::{DestinationGuest, StateMade},
     intake::Intake,
 };
 use accept::Arrivals;
@@ -177,7 +177,7 @@ impl Destination<'_> {
         (verify, post_copy): (bool, bool),
     ) -> Result<Message, Error> {
         // While pages come: the state may follow the first round at once.
-        self.guest.expect_state()?;
+        self.guest.expect_state(StateMade::ByAdapter)?;
         let mut round = OpenRound::new(0, channels.count());
         let (mut ours, mut verified) = (None, false);
         loop {

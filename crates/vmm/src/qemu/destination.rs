@@ -10,7 +10,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_guest::{DestinationGuest, DiskFile, GuestError, StateFormat};
+use transship_guest::{DestinationGuest, DiskFile, GuestError, StateFormat, StateMade};
 use transship_memory::{Area, GuestMemory, Missing, PageSet, Region};
 use transship_wire::{
     GuestDescription,
@@ -50,6 +50,8 @@ pub struct QemuDestination {
     state_format: StateFormat,
     backends: Vec<Backend>,
     memory: GuestMemory,
+    /// What an adapter makes. Which one comes the source decides, by its own QEMU, which is as ours as a rule.
+    form_of_adapter: Form,
     /// What missing pages take, if it was had beforehand.
     prepared: Option<Result<Prepared, GuestError>>,
     /// Once pages may be missing.
@@ -81,6 +83,7 @@ impl QemuDestination {
         let _mappings = qmp.process().hold_mappings();
         let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
         let DestinationSeen { backends, memory, description, state_format } = seen;
+        let left_out = memory::can_be_left_out(&backends) && !device_state::is_quicker(&mut qmp)?;
         qmp.forget_answers();
         Ok(Self {
             qmp,
@@ -88,6 +91,7 @@ impl QemuDestination {
             state_format,
             backends,
             memory,
+            form_of_adapter: if left_out { Form::SharedLeftOut } else { Form::Plain },
             prepared: None,
             freezer: None,
             before: None,
@@ -112,11 +116,19 @@ impl QemuDestination {
         }
         self.restore_settings();
         self.qmp.ask_ahead(&questions::loading())?;
-        let stopped = self.qmp.stop(PAUSE_WAIT).map_err(GuestError::from);
-        let applied = stopped.and_then(|()| Settings::apply(&mut self.qmp, Purpose::Load(form)));
+        let ready = self.set_for(form);
         self.qmp.forget_answers();
-        self.settings = Some((applied?, form));
+        self.settings = Some((ready?, form));
         Ok(())
+    }
+
+    /// By answers that were asked ahead. Returns what was set before.
+    fn set_for(&mut self, form: Form) -> Result<Settings, GuestError> {
+        self.qmp.stop(PAUSE_WAIT)?;
+        if self.before.is_none() {
+            self.before = Some(Settings::now(&mut self.qmp)?);
+        }
+        Settings::apply(&mut self.qmp, Purpose::Load(form))
     }
 
     /// Hands QEMU the other end of a socket. One that is left over, by whoever was killed, is replaced.
@@ -292,12 +304,11 @@ impl DestinationGuest for QemuDestination {
         disk_files::written_elsewhere(self.qmp.pid(), disks)
     }
 
-    fn expect_state(&mut self) -> Result<(), GuestError> {
-        self.qmp.ask_ahead(&questions::settings())?;
-        self.before = Some(Settings::now(&mut self.qmp)?);
-        // The source decides, by its own QEMU, which is as ours as a rule.
-        let left_out = memory::can_be_left_out(&self.backends) && !device_state::is_quicker(&mut self.qmp)?;
-        self.ready_for(if left_out { Form::SharedLeftOut } else { Form::Plain })?;
+    fn expect_state(&mut self, made: StateMade) -> Result<(), GuestError> {
+        self.ready_for(match made {
+            StateMade::ByAdapter => self.form_of_adapter,
+            StateMade::ByVmm => Form::SharedLeftOut,
+        })?;
         self.channel = Some(self.offer()?);
         Ok(())
     }

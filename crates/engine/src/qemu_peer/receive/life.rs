@@ -16,7 +16,7 @@ use crate::{
     Error, Listener, Misfit, Phase, Progress, Report, RoundReport, Rule,
     ending::finish,
     fail_point,
-    guest::{DestinationGuest, StateFormat},
+    guest::{DestinationGuest, StateFormat, StateMade},
     qemu_peer::{end, lobby::Lobby},
     snapshot::{Format, convert::file_store},
     stream::{
@@ -154,9 +154,13 @@ impl Reception<'_, '_> {
         let mut records = Records::new(whence.clone(), input, StreamReader::new());
         records.expect_pages();
         let head = self.head(&mut records)?;
-        let place = self.place(into, &head)?;
+        let mut place = self.place(into, &head)?;
         let store = place.store();
         let channels = self.open_channels(&head, &store)?;
+        if let OpenedSink::Guest(_, guest) = &mut place {
+            // While the first pages come.
+            guest.expect_state(StateMade::ByVmm)?;
+        }
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.round.store(1, Relaxed);
         self.progress.set_phase(Phase::Rounds);

@@ -3,7 +3,7 @@ use std::{sync::atomic::Ordering, time::Instant};
 
 use transship_memory::{GuestMemory, PageCount, PageSet};
 
-use super::restoring::Restore;
+use super::restoring::{Restore, while_expecting};
 use crate::{
     Error, FileReport, Phase, RoundReport, fail_point,
     snapshot::{
@@ -85,14 +85,17 @@ fn read_pages(restore: &mut Restore<'_>, files: &[(&Origin, &[Source])], report:
     restore.progress.round_total.store(stored.bytes(), Ordering::Relaxed);
     restore.progress.round_left.store(stored.bytes(), Ordering::Relaxed);
     restore.progress.set_phase(Phase::Reading);
-    let options = restore.options;
     let memory = restore.guest.memory();
-    let mut uring = false;
-    for (origin, sources) in files {
-        let done = pages::read(origin, sources, &memory, options.channels, options.io, restore.progress)?;
-        restore.report.cpu.channels += done.cpu_seconds;
-        uring |= done.uring;
-    }
+    let Restore { guest, options, progress, report: told, .. } = restore;
+    let uring = while_expecting(*guest, || {
+        let mut uring = false;
+        for (origin, sources) in files {
+            let done = pages::read(origin, sources, &memory, options.channels, options.io, progress)?;
+            told.cpu.channels += done.cpu_seconds;
+            uring |= done.uring;
+        }
+        Ok(uring)
+    })?;
     restore.report.file = Some(FileReport { io_uring: uring, ..report });
     restore.report.pages.normal = stored.get();
     restore.report.pages.hole = (total - stored).get();

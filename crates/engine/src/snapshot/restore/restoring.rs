@@ -1,13 +1,15 @@
 //! The steps of a restore, whatever the file and the way.
 use std::{
     io::{self, Read},
+    panic::resume_unwind,
     sync::Arc,
+    thread,
     time::Instant,
 };
 
 use crate::{
     Error, Phase, Progress, Report, fail_point,
-    guest::DestinationGuest,
+    guest::{DestinationGuest, StateMade},
     snapshot::{
         RestoreOptions,
         mapped::{devices::DeviceStream, plan::RestorePlan},
@@ -59,6 +61,19 @@ impl Restore<'_> {
     pub(super) fn elapsed_ms(&self) -> f64 {
         self.begin.elapsed().as_secs_f64() * 1e3
     }
+}
+
+/// Reads pages while the VMM prepares itself for the state of a file.
+pub(super) fn while_expecting<T>(
+    guest: &mut dyn DestinationGuest,
+    read: impl FnOnce() -> Result<T, Error>,
+) -> Result<T, Error> {
+    thread::scope(|scope| {
+        let expecting = scope.spawn(|| guest.expect_state(StateMade::ByVmm));
+        let read = read()?;
+        expecting.join().unwrap_or_else(|panic| resume_unwind(panic))?;
+        Ok(read)
+    })
 }
 
 /// Marks that the VMM loads.

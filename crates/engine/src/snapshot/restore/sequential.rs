@@ -4,7 +4,7 @@ use std::sync::Arc;
 use transship_memory::PageCount;
 use transship_wire::qemu::{Configuration, GlobalState, RunState};
 
-use super::restoring::Restore;
+use super::restoring::{Restore, while_expecting};
 use crate::{
     Error, Phase, RoundReport, fail_point,
     guest::StateFormat,
@@ -31,7 +31,10 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
     let store = Arc::new(GuestStore::new(name.clone(), memory, &fit, blocks, format)?);
     restore.report.setup_ms = restore.elapsed_ms();
     restore.progress.set_phase(Phase::Reading);
-    let read = stream.read_into(Arc::clone(&store) as Arc<dyn Store>, restore.progress, Error::RESTORE_CANCELLED);
+    let progress = restore.progress;
+    let read = while_expecting(restore.guest, || {
+        stream.read_into(Arc::clone(&store) as Arc<dyn Store>, progress, Error::RESTORE_CANCELLED)
+    });
     note(restore, &store, &origin);
     let read = read?;
     store.settle()?;
