@@ -133,7 +133,11 @@ impl Shared {
 
     /// How many pages of a range that the region has are data; none: the kernel does not say, or the file is on a disk.
     pub(crate) fn count_data(&self, range: PageRange) -> Option<PageCount> {
-        if self.backing.tmpfs { cached::pages(self.file(), self.part_of_file(range)) } else { None }
+        if self.is_on_tmpfs() { cached::pages(self.file(), self.part_of_file(range)) } else { None }
+    }
+
+    pub(crate) fn is_on_tmpfs(&self) -> bool {
+        self.backing.tmpfs
     }
 
     /// Whether all pages of the range are among [`Shared::data`] now, asked without a look at the rest.
