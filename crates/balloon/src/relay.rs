@@ -4,8 +4,7 @@
 //! here is passed on as it is, and of one message a copy is taken: of the descriptor by which a back end may speak to
 //! QEMU.
 use std::{
-    io::{self, IoSlice, IoSliceMut, Read},
-    mem::MaybeUninit,
+    io::{self, Read},
     net::Shutdown as Close,
     os::{
         fd::{AsFd, OwnedFd},
@@ -16,15 +15,8 @@ use std::{
     thread,
 };
 
-use rustix::{
-    cmsg_space,
-    event::{PollFd, PollFlags},
-    net::{
-        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-        SendFlags, recvmsg, sendmsg,
-    },
-};
-use transship_lines::{Shutdown, wait_for_any};
+use rustix::event::{PollFd, PollFlags};
+use transship_lines::{RecvFlags, SendFlags, Shutdown, receive_with_fds, send_with_fds, wait_for_any};
 use vhost::vhost_user::Listener;
 use vhost_user_backend::VhostUserDaemon;
 use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
@@ -162,29 +154,20 @@ impl Message {
     /// The next one; nothing if the other side has hung up.
     fn receive(mut from: &UnixStream) -> io::Result<Option<Self>> {
         let mut bytes = vec![0; HEADER_BYTES];
-        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
-        let received = match recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
+        let received = match receive_with_fds(from, &mut bytes, RecvFlags::WAITALL) {
             Ok(received) => received,
-            Err(rustix::io::Errno::CONNRESET) => return Ok(None),
-            Err(error) => return Err(error.into()),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            Err(error) => return Err(error),
         };
         if received.bytes == 0 {
             return Ok(None);
         }
-        let mut fds = Vec::new();
-        for part in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(some) = part {
-                fds.extend(some);
-            }
-        }
-        if received.flags.contains(ReturnFlags::CTRUNC) {
+        if received.is_cut || received.fds.len() > MAX_FDS {
             return Err(bad(format!("it sent more than {MAX_FDS} descriptors with a message")));
         }
         // The kernel ends a read where descriptors come.
         from.read_exact(&mut bytes[received.bytes..])?;
-        let mut message = Self { bytes, fds };
+        let mut message = Self { bytes, fds: received.fds };
         let payload = message.number(8) as usize;
         if payload > MAX_PAYLOAD_BYTES {
             return Err(bad(format!(
@@ -199,12 +182,7 @@ impl Message {
 
     fn send(&self, to: &UnixStream) -> io::Result<()> {
         let fds: Vec<_> = self.fds.iter().map(AsFd::as_fd).collect();
-        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-            return Err(bad("can't pass on its descriptors".into()));
-        }
-        let sent = sendmsg(to, &[IoSlice::new(&self.bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        let sent = send_with_fds(to, &self.bytes, &fds, SendFlags::empty())?;
         io::Write::write_all(&mut &*to, &self.bytes[sent..])
     }
 

@@ -1,7 +1,6 @@
 //! Lines on a unix stream socket, with the file descriptors that travel with them.
 use std::{
-    io::{self, IoSlice, IoSliceMut},
-    mem::MaybeUninit,
+    io,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
@@ -10,23 +9,20 @@ use std::{
 };
 
 use rustix::{
-    cmsg_space,
     event::PollFlags,
-    net::{
-        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-        SendFlags, recvmsg, send, sendmsg,
-    },
+    io::Errno,
+    net::{RecvFlags, SendFlags},
 };
 
-use crate::wait::wait_for;
+use crate::{
+    descriptors::{MAX_FDS, receive_with_fds, send_with_fds},
+    wait::wait_for,
+};
 
 /// The longest line, its end included. A description of the most regions that a line can carry fits.
 pub const MAX_LINE_BYTES: usize = 64 << 10;
-/// The most file descriptors that the kernel passes with one message.
-pub const MAX_FDS: usize = 253;
 
 const CHUNK_BYTES: usize = 4096;
-const CONTROL_BYTES: usize = cmsg_space!(ScmRights(MAX_FDS));
 
 /// Why no line came, or could not be sent.
 #[derive(Debug, thiserror::Error)]
@@ -98,27 +94,22 @@ impl LineSocket {
     /// Takes in what has arrived, without waiting.
     pub fn read_some(&mut self) -> Result<(), LineError> {
         let mut chunk = [0; CHUNK_BYTES];
-        let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-        let message = match recvmsg(&self.stream, &mut [IoSliceMut::new(&mut chunk)], &mut control, flags) {
-            Ok(message) => message,
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
-            Err(rustix::io::Errno::CONNRESET) => return Err(LineError::Closed),
-            Err(e) => return Err(LineError::System(e.into())),
+        let received = match receive_with_fds(&self.stream, &mut chunk, RecvFlags::DONTWAIT) {
+            Ok(received) => received,
+            Err(e) => match Errno::from_io_error(&e) {
+                Some(Errno::AGAIN | Errno::INTR) => return Ok(()),
+                Some(Errno::CONNRESET) => return Err(LineError::Closed),
+                _ => return Err(LineError::System(e)),
+            },
         };
-        if message.bytes == 0 {
+        if received.bytes == 0 {
             return Err(LineError::Closed);
         }
-        self.bytes.extend_from_slice(&chunk[..message.bytes]);
+        self.bytes.extend_from_slice(&chunk[..received.bytes]);
         // The kernel ends a read with the message that carried descriptors: they belong to the line of the last byte.
         let position = self.bytes.len() - 1;
-        for part in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = part {
-                self.fds.extend(fds.map(|fd| (position, fd)));
-            }
-        }
-        if message.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > MAX_FDS {
+        self.fds.extend(received.fds.into_iter().map(|fd| (position, fd)));
+        if received.is_cut || self.fds.len() > MAX_FDS {
             return Err(LineError::TooManyFds);
         }
         Ok(())
@@ -154,33 +145,22 @@ impl LineSocket {
         let mut sent = 0;
         while sent < line.len() {
             let with = if sent == 0 { fds } else { &[] };
-            match send_some(&self.stream, &line[sent..], with) {
+            match send_with_fds(&self.stream, &line[sent..], with, SendFlags::DONTWAIT) {
                 Ok(n) => sent += n,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => {
-                    if !wait_for(self.stream.as_fd(), PollFlags::OUT, deadline)? {
-                        return Err(LineError::TimedOut);
+                Err(e) => match Errno::from_io_error(&e) {
+                    Some(Errno::INTR) => {}
+                    Some(Errno::AGAIN) => {
+                        if !wait_for(self.stream.as_fd(), PollFlags::OUT, deadline)? {
+                            return Err(LineError::TimedOut);
+                        }
                     }
-                }
-                Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => return Err(LineError::Closed),
-                Err(e) => return Err(LineError::System(e.into())),
+                    Some(Errno::PIPE | Errno::CONNRESET) => return Err(LineError::Closed),
+                    _ => return Err(LineError::System(e)),
+                },
             }
         }
         Ok(())
     }
-}
-
-fn send_some(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> rustix::io::Result<usize> {
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    if fds.is_empty() {
-        return send(to, bytes, flags);
-    }
-    let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(rustix::io::Errno::MSGSIZE);
-    }
-    sendmsg(to, &[IoSlice::new(bytes)], &mut control, flags)
 }
 
 #[cfg(test)]

@@ -86,16 +86,12 @@ impl Channel for PageSender {
     }
 
     fn send_window(&mut self, window: &Window, pages: Settled, body: Body<'_>, sent: &mut Sent) -> Result<(), Error> {
-        if let Body::Slot(slot) = body {
-            return self.send_slot(window, pages, slot, sent);
-        }
         let Settled { present, zero } = pages;
-        if present | zero == 0 {
-            return Ok(());
-        }
         let Window { round, .. } = *window;
         let (region, first) = (window.region as u16, window.first.get());
         let read = match body {
+            Body::Slot(slot) => return self.send_slot(window, pages, slot, sent),
+            _ if present | zero == 0 => return Ok(()),
             Body::Plain(read) => read,
             Body::Encoded(Encoded { method, bytes }) => {
                 self.packets += 1;
@@ -104,7 +100,6 @@ impl Channel for PageSender {
                 self.write(&packet.encode(), sent)?;
                 return self.write(bytes, sent);
             }
-            Body::Slot(_) => return Err(Error::Bug("a slot was left over")), // was sent above
             Body::Lent { look } => {
                 self.packets += 1;
                 let lent = window.pages(present);

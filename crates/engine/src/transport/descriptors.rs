@@ -1,42 +1,27 @@
 //! Descriptors of open files, which go over a unix socket of this host with a byte, and who is at its other end.
 use std::{
-    io::{self, IoSlice, IoSliceMut},
-    mem::MaybeUninit,
+    io,
     os::fd::{BorrowedFd, OwnedFd},
     time::Duration,
 };
 
-use rustix::{
-    cmsg_space,
-    net::{
-        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-        SendFlags, recvmsg, sendmsg, sockopt::socket_peercred,
-    },
-};
-use transship_lines::MAX_FDS;
+use rustix::io::Errno;
+use transship_lines::{RecvFlags, SendFlags, receive_with_fds, send_with_fds};
 
-use super::Connection;
-
-const SPACE: usize = cmsg_space!(ScmRights(MAX_FDS));
+use super::{Connection, users::user_of};
 
 impl Connection {
     /// The user at the other end; none: it may be on another host, or what is said is encrypted.
     pub(crate) fn user(&self) -> Option<u32> {
         match self {
-            Self::Unix(socket) => socket_peercred(socket).ok().map(|peer| peer.uid.as_raw()),
+            Self::Unix(socket) => user_of(socket).ok(),
             _ => None,
         }
     }
 
-    /// Sends these, at most [`MAX_FDS`] and perhaps none, with a byte.
+    /// Sends these, at most [`MAX_FDS`](transship_lines::MAX_FDS) and perhaps none, with a byte.
     pub(crate) fn send_files(&self, files: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let mut space = [MaybeUninit::uninit(); SPACE];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors for one message"));
-        }
-        rustix::io::retry_on_intr(|| sendmsg(self, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL))?;
-        Ok(())
+        retry(|| send_with_fds(self, &[0], files, SendFlags::empty())).map(drop)
     }
 
     /// Waits until `timeout` for the next byte, and takes what comes with it. What follows it is left where it is.
@@ -48,24 +33,22 @@ impl Connection {
     }
 
     fn receive_now(&self) -> io::Result<Vec<OwnedFd>> {
-        let mut space = [MaybeUninit::uninit(); SPACE];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut byte = [0];
-        let message = rustix::io::retry_on_intr(|| {
-            recvmsg(self, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)
-        })?;
-        let mut files = Vec::new();
-        for part in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(some) = part {
-                files.extend(some);
-            }
-        }
-        match message {
-            _ if message.bytes == 0 => Err(io::ErrorKind::UnexpectedEof.into()),
-            _ if message.flags.contains(ReturnFlags::CTRUNC) => Err(io::Error::other(
+        let received = retry(|| receive_with_fds(self, &mut [0], RecvFlags::empty()))?;
+        match received.bytes {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            _ if received.is_cut => Err(io::Error::other(
                 "not all descriptors could be had: there are too many, or this process may not open as many files",
             )),
-            _ => Ok(files),
+            _ => Ok(received.fds),
+        }
+    }
+}
+
+fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    loop {
+        match call() {
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::INTR) => {}
+            done => return done,
         }
     }
 }
