@@ -343,3 +343,30 @@ impl Started for There {
         ask(&self.line, &Ask::End(self.phase.clone())).map(drop)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::os::unix::ffi::OsStrExt;
+
+    use super::*;
+
+    #[test]
+    fn a_charge_is_heard_as_it_was_said_whatever_its_paths_are() {
+        let path = Path::new(std::ffi::OsStr::from_bytes(b"/run/no text \xff"));
+        let command = UserCommand { shell: "echo \"a\"".into(), environment: vec![("A".into(), "b c".into())] };
+        let errands = Errands {
+            connect: vec![Uri::Unix("/run/move".into())],
+            socket: Some(path),
+            commands: vec![("stop", command.clone())],
+            freeze: Some(7),
+            ..Errands::default()
+        };
+        let heard: Charge = serde_json::from_slice(&serde_json::to_vec(&errands.charge()).unwrap()).unwrap();
+        assert_eq!(heard.connect, ["unix:/run/move"]);
+        assert_eq!(heard.socket.as_deref().map(Path::new), Some(path));
+        assert_eq!(heard.commands, [("stop".to_owned(), command)]);
+        assert_eq!((heard.freeze, heard.folder, heard.other), (Some(7), None, false));
+        assert!(Errands::default().is_empty());
+    }
+}
