@@ -15,8 +15,12 @@ use std::{
     thread,
 };
 
-use rustix::event::{PollFd, PollFlags};
-use transship_lines::{RecvFlags, SendFlags, Shutdown, receive_with_fds, send_with_fds, wait_for_any};
+use rustix::{
+    event::{PollFd, PollFlags},
+    io::Errno,
+    net::{RecvFlags, SendFlags},
+};
+use transship_lines::{Shutdown, receive_with_fds, send_with_fds, wait_for_any};
 use vhost::vhost_user::Listener;
 use vhost_user_backend::VhostUserDaemon;
 use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
@@ -156,8 +160,8 @@ impl Message {
         let mut bytes = vec![0; HEADER_BYTES];
         let received = match receive_with_fds(from, &mut bytes, RecvFlags::WAITALL) {
             Ok(received) => received,
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
-            Err(error) => return Err(error),
+            Err(Errno::CONNRESET) => return Ok(None),
+            Err(error) => return Err(error.into()),
         };
         if received.bytes == 0 {
             return Ok(None);

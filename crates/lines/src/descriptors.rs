@@ -1,13 +1,13 @@
 //! Bytes of a unix socket, and the file descriptors that travel with them.
 use std::{
-    io::{self, IoSlice, IoSliceMut},
+    io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
 use rustix::{
     cmsg_space,
-    io::Errno,
+    io::{Errno, Result},
     net::{
         RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
         SendFlags, recvmsg, sendmsg,
@@ -34,7 +34,7 @@ pub struct Received {
 ///
 /// # Errors
 /// The system's own.
-pub fn receive_with_fds(from: impl AsFd, bytes: &mut [u8], flags: RecvFlags) -> io::Result<Received> {
+pub fn receive_with_fds(from: impl AsFd, bytes: &mut [u8], flags: RecvFlags) -> Result<Received> {
     let mut space = [MaybeUninit::uninit(); SPACE];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let message = recvmsg(from, &mut [IoSliceMut::new(bytes)], &mut control, flags | RecvFlags::CMSG_CLOEXEC)?;
@@ -52,14 +52,14 @@ pub fn receive_with_fds(from: impl AsFd, bytes: &mut [u8], flags: RecvFlags) -> 
 ///
 /// # Errors
 /// The system's own, as for too many descriptors (`EMSGSIZE`).
-pub fn send_with_fds(to: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: SendFlags) -> io::Result<usize> {
+pub fn send_with_fds(to: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: SendFlags) -> Result<usize> {
     let mut space = [MaybeUninit::uninit(); SPACE];
     let mut control = SendAncillaryBuffer::new(&mut space);
     // The space is rounded up: one more would fit.
     if fds.len() > MAX_FDS || (!fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds))) {
-        return Err(Errno::MSGSIZE.into());
+        return Err(Errno::MSGSIZE);
     }
-    Ok(sendmsg(to, &[IoSlice::new(bytes)], &mut control, flags | SendFlags::NOSIGNAL)?)
+    sendmsg(to, &[IoSlice::new(bytes)], &mut control, flags | SendFlags::NOSIGNAL)
 }
 
 #[cfg(test)]
@@ -89,7 +89,7 @@ mod tests {
     fn more_than_the_kernel_passes_are_refused() {
         let (one, _other) = UnixStream::pair().unwrap();
         let null = File::open("/dev/null").unwrap();
-        let error = send_with_fds(&one, b"a", &[null.as_fd(); MAX_FDS + 1], SendFlags::empty()).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(Errno::MSGSIZE.raw_os_error()));
+        let refused = send_with_fds(&one, b"a", &[null.as_fd(); MAX_FDS + 1], SendFlags::empty());
+        assert_eq!(refused, Err(Errno::MSGSIZE));
     }
 }

@@ -17,8 +17,6 @@ mod wait;
 
 pub use descriptors::{MAX_FDS, Received, receive_with_fds, send_with_fds};
 pub use line::{Line, LineError, LineSocket, MAX_LINE_BYTES};
-/// How bytes are received and sent.
-pub use rustix::net::{RecvFlags, SendFlags};
 /// A user of the system, by number.
 pub use rustix::process::Uid;
 pub use socket::{GuestSocket, SocketError};

@@ -96,11 +96,9 @@ impl LineSocket {
         let mut chunk = [0; CHUNK_BYTES];
         let received = match receive_with_fds(&self.stream, &mut chunk, RecvFlags::DONTWAIT) {
             Ok(received) => received,
-            Err(e) => match Errno::from_io_error(&e) {
-                Some(Errno::AGAIN | Errno::INTR) => return Ok(()),
-                Some(Errno::CONNRESET) => return Err(LineError::Closed),
-                _ => return Err(LineError::System(e)),
-            },
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
+            Err(Errno::CONNRESET) => return Err(LineError::Closed),
+            Err(e) => return Err(LineError::System(e.into())),
         };
         if received.bytes == 0 {
             return Err(LineError::Closed);
@@ -147,16 +145,14 @@ impl LineSocket {
             let with = if sent == 0 { fds } else { &[] };
             match send_with_fds(&self.stream, &line[sent..], with, SendFlags::DONTWAIT) {
                 Ok(n) => sent += n,
-                Err(e) => match Errno::from_io_error(&e) {
-                    Some(Errno::INTR) => {}
-                    Some(Errno::AGAIN) => {
-                        if !wait_for(self.stream.as_fd(), PollFlags::OUT, deadline)? {
-                            return Err(LineError::TimedOut);
-                        }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    if !wait_for(self.stream.as_fd(), PollFlags::OUT, deadline)? {
+                        return Err(LineError::TimedOut);
                     }
-                    Some(Errno::PIPE | Errno::CONNRESET) => return Err(LineError::Closed),
-                    _ => return Err(LineError::System(e)),
-                },
+                }
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(LineError::Closed),
+                Err(e) => return Err(LineError::System(e.into())),
             }
         }
         Ok(())

@@ -5,8 +5,11 @@ use std::{
     time::Duration,
 };
 
-use rustix::io::Errno;
-use transship_lines::{RecvFlags, SendFlags, receive_with_fds, send_with_fds};
+use rustix::{
+    io::retry_on_intr,
+    net::{RecvFlags, SendFlags},
+};
+use transship_lines::{receive_with_fds, send_with_fds};
 
 use super::{Connection, users::user_of};
 
@@ -21,7 +24,8 @@ impl Connection {
 
     /// Sends these, at most [`MAX_FDS`](transship_lines::MAX_FDS) and perhaps none, with a byte.
     pub(crate) fn send_files(&self, files: &[BorrowedFd<'_>]) -> io::Result<()> {
-        retry(|| send_with_fds(self, &[0], files, SendFlags::empty())).map(drop)
+        retry_on_intr(|| send_with_fds(self, &[0], files, SendFlags::empty()))?;
+        Ok(())
     }
 
     /// Waits until `timeout` for the next byte, and takes what comes with it. What follows it is left where it is.
@@ -33,22 +37,13 @@ impl Connection {
     }
 
     fn receive_now(&self) -> io::Result<Vec<OwnedFd>> {
-        let received = retry(|| receive_with_fds(self, &mut [0], RecvFlags::empty()))?;
+        let received = retry_on_intr(|| receive_with_fds(self, &mut [0], RecvFlags::empty()))?;
         match received.bytes {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
             _ if received.is_cut => Err(io::Error::other(
                 "not all descriptors could be had: there are too many, or this process may not open as many files",
             )),
             _ => Ok(received.fds),
-        }
-    }
-}
-
-fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    loop {
-        match call() {
-            Err(error) if Errno::from_io_error(&error) == Some(Errno::INTR) => {}
-            done => return done,
         }
     }
 }

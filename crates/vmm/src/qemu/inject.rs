@@ -22,7 +22,7 @@ mod tracee;
 
 use std::{
     fs::File,
-    io::{self, IoSliceMut},
+    io,
     mem::MaybeUninit,
     os::{
         fd::{AsRawFd, OwnedFd},
@@ -33,12 +33,11 @@ use std::{
 };
 
 use rustix::{
-    io::Errno,
-    net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType, recvmsg, sockopt,
-    },
+    io::{Errno, retry_on_intr},
+    net::{AddressFamily, RecvFlags, SocketFlags, SocketType, sockopt},
 };
 use transship_guest::GuestError;
+use transship_lines::receive_with_fds;
 
 use super::maps::mappings_of;
 use call::Errand;
@@ -175,21 +174,12 @@ enum Received {
 
 fn receive(from: &OwnedFd) -> Result<Option<OwnedFd>, Received> {
     let mut bytes = [0; 8];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = loop {
-        match recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => return Err(Received::Silence),
-            Err(_) => return Err(Received::Nothing),
-            Ok(message) => break message.bytes,
-        }
+    let received = match retry_on_intr(|| receive_with_fds(from, &mut bytes, RecvFlags::empty())) {
+        Ok(received) => received,
+        Err(Errno::AGAIN) => return Err(Received::Silence),
+        Err(_) => return Err(Received::Nothing),
     };
-    let fd = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-        _ => None,
-    });
-    match (received, fd) {
+    match (received.bytes, received.fds.into_iter().next()) {
         (8, Some(fd)) => Ok(Some(fd)),
         (8, None) if bytes == DONE => Ok(None),
         (8, None) => Err(Received::InjectionFailure(InjectionFailure::from_bytes(bytes))),

@@ -6,8 +6,7 @@ mod ahead;
 
 use std::{
     collections::VecDeque,
-    io::{self, IoSlice, Read},
-    mem::MaybeUninit,
+    io::{self, Read},
     ops::Range,
     os::{
         fd::{AsRawFd, BorrowedFd},
@@ -18,8 +17,9 @@ use std::{
 };
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{self, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::SendFlags;
 use serde_json::{Map, Value, json};
+use transship_lines::send_with_fds;
 
 use super::{super::holder, COMMAND_WAIT, Carrier, Command, Event, Keeper, QmpError, Question};
 use crate::connecting::{connect, has_hung_up};
@@ -199,19 +199,10 @@ impl Socket {
 
     /// Writes the line; `fd` goes with its first byte.
     fn write(&self, line: &[u8], fd: Option<BorrowedFd<'_>>, command: &str) -> Result<(), QmpError> {
-        let fds: Vec<BorrowedFd<'_>> = fd.into_iter().collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            ancillary.push(SendAncillaryMessage::ScmRights(&fds));
-        }
-        let mut rest = line;
+        let (mut rest, mut with) = (line, fd.as_slice());
         while !rest.is_empty() {
-            match net::sendmsg(&self.stream, &[IoSlice::new(rest)], &mut ancillary, SendFlags::NOSIGNAL) {
-                Ok(count) => {
-                    rest = &rest[count..];
-                    ancillary.clear();
-                }
+            match send_with_fds(&self.stream, rest, with, SendFlags::empty()) {
+                Ok(count) => (rest, with) = (&rest[count..], &[]),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Err(self.timeout(command, COMMAND_WAIT)),
                 Err(_) => return Err(self.closed()),
