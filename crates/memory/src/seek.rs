@@ -32,12 +32,10 @@ impl Shared {
     /// This costs one call. To count the pages takes a tenth of the time that reading them does. Pages that were
     /// allocated and never written are taken for data here; a file on a disk may take up more than what it holds.
     fn has_no_hole(&self) -> bool {
-        let is_full = |stat: rustix::fs::Stat| {
-            let (taken, long) = (u64::try_from(stat.st_blocks), u64::try_from(stat.st_size));
-            let end = self.part_of_file(PageRange::all(self.pages())).end;
-            taken.is_ok_and(|taken| taken * STAT_BLOCK >= end.max(long.unwrap_or(u64::MAX)))
-        };
-        self.is_on_tmpfs() && rustix::fs::fstat(self.file()).is_ok_and(is_full)
+        let end = self.part_of_file(PageRange::all(self.pages())).end;
+        self.is_on_tmpfs()
+            && rustix::fs::fstat(self.file())
+                .is_ok_and(|stat| stat.st_blocks as u64 * STAT_BLOCK >= end.max(stat.st_size as u64))
     }
 
     /// The ranges between pages of `known`.

@@ -177,10 +177,11 @@ impl Sandbox {
     /// # Errors
     /// It can't be started.
     pub(crate) fn steward(&self, errands: &Errands<'_>) -> Result<Option<Steward>, Error> {
-        match self.is_off() || errands.is_empty() {
-            true => Ok(None),
-            false => Idle::start(errands.other.as_ref()).and_then(|idle| idle.charge(errands)).map_err(no_steward),
+        if self.is_off() || errands.is_empty() {
+            return Ok(None);
         }
+        let started = Idle::start(errands.other.as_ref());
+        started.and_then(|idle| idle.charge(errands)).map(Some).map_err(no_steward)
     }
 
     /// One that hears later what there is to do ([`charged`]): it comes to be while this process waits for its VMM.
@@ -240,7 +241,8 @@ impl Sandbox {
 /// # Errors
 /// It is not there any more.
 pub(crate) fn charged(idle: Option<Idle>, errands: &Errands<'_>) -> Result<Option<Steward>, Error> {
-    idle.map_or(Ok(None), |idle| idle.charge(errands)).map_err(no_steward)
+    let idle = idle.filter(|_| !errands.is_empty());
+    idle.map(|idle| idle.charge(errands)).transpose().map_err(no_steward)
 }
 
 fn no_steward(source: io::Error) -> Error {

@@ -113,8 +113,7 @@ impl<'a> Errands<'a> {
 }
 
 /// What a steward is to do, as it hears it: [`Errands`]. Paths need not be text.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, Serialize, Deserialize)]
 struct Charge {
     connect: Vec<String>,
     socket: Option<OsString>,
@@ -144,17 +143,13 @@ impl Idle {
         Ok(Self(ours))
     }
 
-    /// Says what it is to do, if that is anything. From now on new connections and commands of this process come from
-    /// it, if it has any.
-    pub(super) fn charge(self, errands: &Errands<'_>) -> io::Result<Option<Steward>> {
-        if errands.is_empty() {
-            return Ok(None);
-        }
+    /// Says what it is to do. From now on new connections and commands of this process come from it, if it has any.
+    pub(super) fn charge(self, errands: &Errands<'_>) -> io::Result<Steward> {
         let Self(socket) = self;
         let line = LineSocket::new(socket.try_clone()?);
         let text = serde_json::to_vec(&errands.charge())?;
         line.send(&text, &[], Instant::now() + ANSWER_WAIT).map_err(io::Error::other)?;
-        Ok(Some(Steward::new(socket, line, errands)))
+        Ok(Steward::new(socket, line, errands))
     }
 }
 
