@@ -28,6 +28,17 @@ impl Area {
         ByteRange::sized(self.address, self.bytes)
     }
 
+    /// What of it these pages of the region are in, part by part.
+    pub(crate) fn parts(&self, pages: &PageSet) -> impl Iterator<Item = Self> {
+        let (area, own) = (*self, self.range());
+        pages.ranges().filter_map(move |range| {
+            let (first, end) = (range.first.max(own.first), range.end().min(own.end()));
+            let part = first.to(end);
+            let address = area.address + (first - own.first).bytes();
+            (first < end).then(|| Self { first_page: first, address, bytes: part.bytes(), ..area })
+        })
+    }
+
     /// The pages of the region that lie at these addresses.
     pub(crate) fn pages_at(&self, addresses: ByteRange) -> PageRange {
         let ByteRange { start, end } = self.addresses();
@@ -66,6 +77,11 @@ pub(crate) fn check_inside(areas: &[Area], region_pages: &[PageCount]) -> Result
         }
     }
     Ok(())
+}
+
+/// Those of one region.
+pub(crate) fn of_region(areas: &[Area], region: usize) -> Vec<Area> {
+    areas.iter().filter(|area| area.region == region).copied().collect()
 }
 
 pub(crate) fn untrackable(region: usize, flaw: Flaw, why: impl Into<String>) -> Error {

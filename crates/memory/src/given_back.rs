@@ -67,7 +67,7 @@ impl Noted {
         };
         // Mostly these are few, and what the kernel has to tell takes it longer than the look.
         let mut gone = PageSet::empty(self.pages);
-        sweep(self.pagemap, (Look::NotThere, By::Scan), [area].iter(), &mut gone)?;
+        sweep(self.pagemap, (Look::NotThere, By::Scan), &[area], &mut gone)?;
         let mut there = PageSet::full(self.pages);
         there.subtract(&gone);
         Ok(there)

@@ -40,6 +40,7 @@ mod private;
 #[allow(unsafe_code)]
 mod process;
 mod protect;
+mod reach;
 mod read;
 #[allow(unsafe_code)]
 mod receive;

@@ -31,7 +31,7 @@ impl Shared {
     /// Whether the file of a tmpfs takes up as much as it is long, as that of a guest does which has used all of it.
     /// This costs one call. To count the pages takes a tenth of the time that reading them does. Pages that were
     /// allocated and never written are taken for data here; a file on a disk may take up more than what it holds.
-    fn has_no_hole(&self) -> bool {
+    pub(crate) fn has_no_hole(&self) -> bool {
         let end = self.part_of_file(PageRange::all(self.pages())).end;
         self.is_on_tmpfs()
             && rustix::fs::fstat(self.file())

@@ -1,4 +1,4 @@
-//! A scan for written pages by all cores: it looks at the entry of every page, and the first one makes them.
+//! A scan for written pages by all cores: it looks at the entry of every page, and makes those that are missing.
 use std::{
     os::fd::BorrowedFd,
     sync::{Mutex, PoisonError},
@@ -36,31 +36,33 @@ fn pieces(area: &Area) -> impl Iterator<Item = Piece> + use<> {
 ///
 /// # Errors
 /// Of any thread. Some of the areas may be tracked anew all the same, without word of what was written there.
-pub(crate) fn sweep<'a>(
+pub(crate) fn sweep(
     pagemap: BorrowedFd<'_>,
-    (look, by): (Look, By),
-    areas: impl Iterator<Item = &'a Area>,
+    how: (Look, By),
+    areas: &[Area],
     written: &mut PageSet,
 ) -> Result<(), Error> {
-    let pieces: Vec<_> = areas.flat_map(pieces).collect();
+    if areas.iter().map(|area| area.bytes).sum::<u64>() <= PIECE_BYTES {
+        return look_over(pagemap, how, areas, written);
+    }
+    let pieces: Vec<_> = areas.iter().flat_map(pieces).collect();
     let written = Mutex::new(written);
     let begin = || vec![Found::default(); FOUND];
-    all_cores::work("scan", &pieces, begin, |found, piece| scan(pagemap, (look, by), piece, found, &written))
+    all_cores::work("scan", &pieces, begin, |found, piece| scan(pagemap, how, piece, found, &written))
 }
 
-/// Adds the pages of the areas that were written, all of one region, and leaves them as they are. This thread does it
-/// alone: nobody waits for it.
+/// The same by this thread alone, for little memory or a look that nobody waits for.
 ///
 /// # Errors
 /// As [`sweep`].
-pub(crate) fn look_over<'a>(
+pub(crate) fn look_over(
     pagemap: BorrowedFd<'_>,
-    (look, by): (Look, By),
-    areas: impl Iterator<Item = &'a Area>,
+    how: (Look, By),
+    areas: &[Area],
     written: &mut PageSet,
 ) -> Result<(), Error> {
     let (mut found, written) = (vec![Found::default(); FOUND], Mutex::new(written));
-    areas.flat_map(pieces).try_for_each(|piece| scan(pagemap, (look, by), &piece, &mut found, &written))
+    areas.iter().flat_map(pieces).try_for_each(|piece| scan(pagemap, how, &piece, &mut found, &written))
 }
 
 fn scan(

@@ -27,7 +27,7 @@ use rustix::io::Errno;
 
 use crate::{
     Area, Error, Fault, Flaw, LetWait, PageCount, PageRange, PageSet, Tracker, Waits,
-    area::untrackable,
+    area::{of_region, untrackable},
     fault::Faults,
     pagemap::{By, Look},
     streaks::Streaks,
@@ -132,12 +132,12 @@ impl SyncTracker {
     /// The pages of the region that are not protected; they are protected again.
     fn written(&self, region: usize, look: Look, pages: PageCount) -> Result<PageSet, Error> {
         self.service.check()?;
-        let areas = || self.areas.iter().filter(|area| area.region == region);
+        let areas = of_region(&self.areas, region);
         let mut written = PageSet::empty(pages);
-        sweep(self.pagemap.as_fd(), (look, self.by), areas(), &mut written)?;
+        sweep(self.pagemap.as_fd(), (look, self.by), &areas, &mut written)?;
         // Exactly those, and no gap between them: a page that was protected may have been let go of since.
         written.ranges().try_for_each(|range| self.service.set(region, range, Writes::Wait))?;
-        check_still_there(self.service.faults.fd(), uffd::WAIT, areas())?;
+        check_still_there(self.service.faults.fd(), uffd::WAIT, &areas)?;
         // Whoever served may have ended since, and have let everybody go before the pages were protected.
         self.service.check().inspect_err(|_| self.service.let_all_go())?;
         Ok(written)
@@ -148,8 +148,8 @@ impl Tracker for SyncTracker {
     fn written_so_far(&mut self, region: usize) -> Result<Option<PageCount>, Error> {
         let Some(Tracked { pages, look, armed: true }) = self.regions.get(region) else { return Ok(None) };
         let mut written = PageSet::empty(*pages);
-        let areas = self.areas.iter().filter(|area| area.region == region);
-        look_over(self.pagemap.as_fd(), (*look, self.by), areas, &mut written)?;
+        let areas = of_region(&self.areas, region);
+        look_over(self.pagemap.as_fd(), (*look, self.by), &areas, &mut written)?;
         Ok(Some(written.count()))
     }
 

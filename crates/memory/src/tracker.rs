@@ -6,9 +6,10 @@ use std::{
 };
 
 use crate::{
-    Area, Error, Flaw, PageCount, PageSet, Waits,
+    Area, Error, Flaw, GuestMemory, PageCount, PageSet, Waits,
     area::{self, lost, refused, untrackable},
     pagemap::{self, By, Look},
+    reach::Reach,
     sweep::{look_over, sweep},
     uffd,
 };
@@ -69,8 +70,20 @@ struct Process {
 struct Tracked {
     pages: PageCount,
     look: Look,
+    /// Of shared memory: what is tracked of it; none: all.
+    reach: Option<Reach>,
     /// Whether a scan would find everything that was written since the last report.
     armed: bool,
+}
+
+impl Tracked {
+    /// What of the areas is tracked.
+    fn reached(&self, areas: &[Area]) -> Vec<Area> {
+        match &self.reach {
+            Some(reach) => areas.iter().flat_map(|area| area.parts(reach.pages())).collect(),
+            None => areas.to_vec(),
+        }
+    }
 }
 
 impl UffdTracker {
@@ -92,8 +105,9 @@ impl UffdTracker {
     pub fn new(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>, region_pages: Vec<PageCount>) -> Result<Self, Error> {
         area::check(&areas, &region_pages)?;
         let first = Process::begin(uffd, pagemap, areas)?;
-        let regions = region_pages.into_iter().map(|pages| Tracked { pages, look: Look::Written, armed: false });
-        Ok(Self { processes: vec![first], others_may_end: false, regions: regions.collect() })
+        let tracked = |pages| Tracked { pages, look: Look::Written, reach: None, armed: false };
+        let regions = region_pages.into_iter().map(tracked).collect();
+        Ok(Self { processes: vec![first], others_may_end: false, regions })
     }
 
     /// Another process that maps regions, or parts of them, shared: what it writes is found as well. To be told before
@@ -109,21 +123,25 @@ impl UffdTracker {
         Ok(self)
     }
 
-    /// This region is private memory of the process: a page that is not in its page table is a hole, which need not be
-    /// reported. That saves the page tables that the kernel would make to record holes.
+    /// The same regions, as they are held. Then memory where nothing ever was is not tracked, as nobody need know that
+    /// it was not written: in private memory pages that the process does not have, in a shared file blocks of which it
+    /// has nothing. That saves the page tables that the kernel would make for them. To be told before the first scan.
     #[must_use]
-    pub fn with_private(mut self, region: usize) -> Self {
-        if let Some(tracked) = self.regions.get_mut(region) {
-            tracked.look = Look::WrittenAndThere;
+    pub fn with_memory(mut self, memory: &GuestMemory) -> Self {
+        for (number, (tracked, region)) in self.regions.iter_mut().zip(memory.regions()).enumerate() {
+            tracked.reach = Reach::of(memory, number);
+            if region.is_private() {
+                tracked.look = Look::WrittenAndThere;
+            }
         }
         self
     }
 
     /// The pages of the region that were written, by whichever process; they are tracked again.
-    fn written(&self, region: usize, look: Look, pages: PageCount) -> Result<PageSet, Error> {
-        let mut written = PageSet::empty(pages);
+    fn written(&self, region: usize, tracked: &Tracked) -> Result<PageSet, Error> {
+        let mut written = PageSet::empty(tracked.pages);
         for (number, process) in self.processes.iter().enumerate() {
-            match process.add_written(region, look, &mut written) {
+            match process.add_written(region, tracked, &mut written) {
                 Err(_) if number > 0 && self.others_may_end && process.has_ended() => {}
                 found => found?,
             }
@@ -147,15 +165,15 @@ impl Process {
         Ok(Self { uffd, pagemap, areas })
     }
 
-    fn add_written(&self, region: usize, look: Look, written: &mut PageSet) -> Result<(), Error> {
-        let areas = || self.areas.iter().filter(|area| area.region == region);
-        sweep(self.pagemap.as_fd(), (look, By::Scan), areas(), written)?;
-        check_still_there(self.uffd.as_fd(), uffd::TRACK, areas())
+    fn add_written(&self, region: usize, tracked: &Tracked, written: &mut PageSet) -> Result<(), Error> {
+        let areas = area::of_region(&self.areas, region);
+        sweep(self.pagemap.as_fd(), (tracked.look, By::Scan), &tracked.reached(&areas), written)?;
+        check_still_there(self.uffd.as_fd(), uffd::TRACK, &areas)
     }
 
-    fn add_written_so_far(&self, region: usize, look: Look, written: &mut PageSet) -> Result<(), Error> {
-        let areas = self.areas.iter().filter(|area| area.region == region);
-        look_over(self.pagemap.as_fd(), (look, By::Scan), areas, written)
+    fn add_written_so_far(&self, region: usize, tracked: &Tracked, written: &mut PageSet) -> Result<(), Error> {
+        let (areas, look) = (area::of_region(&self.areas, region), tracked.look.without_rearming());
+        look_over(self.pagemap.as_fd(), (look, By::Scan), &tracked.reached(&areas), written)
     }
 
     /// Then its page table is gone, and even what it says of memory that is not there.
@@ -166,11 +184,7 @@ impl Process {
 
 /// Memory that is gone has no written pages as far as the kernel can tell. Registering an area again, as it is, changes
 /// nothing, and fails when the process or its mapping is gone.
-pub(crate) fn check_still_there<'a>(
-    uffd: BorrowedFd<'_>,
-    how: uffd::Use,
-    areas: impl Iterator<Item = &'a Area>,
-) -> Result<(), Error> {
+pub(crate) fn check_still_there(uffd: BorrowedFd<'_>, how: uffd::Use, areas: &[Area]) -> Result<(), Error> {
     for area in areas {
         uffd::register(uffd, how, area.addresses()).map_err(|source| lost(area, source))?;
     }
@@ -183,10 +197,10 @@ impl Tracker for UffdTracker {
     }
 
     fn written_so_far(&mut self, region: usize) -> Result<Option<PageCount>, Error> {
-        let Some(Tracked { pages, look, armed: true }) = self.regions.get(region) else { return Ok(None) };
-        let mut written = PageSet::empty(*pages);
-        let look = look.without_rearming();
-        self.processes.iter().try_for_each(|process| process.add_written_so_far(region, look, &mut written))?;
+        let Some(tracked) = self.regions.get(region).filter(|tracked| tracked.armed) else { return Ok(None) };
+        let beyond = tracked.reach.as_ref().map(Reach::data_beyond).transpose()?;
+        let mut written = beyond.unwrap_or_else(|| PageSet::empty(tracked.pages));
+        self.processes.iter().try_for_each(|process| process.add_written_so_far(region, tracked, &mut written))?;
         Ok(Some(written.count()))
     }
 
@@ -194,15 +208,23 @@ impl Tracker for UffdTracker {
         let Some(tracked) = self.regions.get_mut(region) else {
             return Err(untrackable(region, Flaw::NoRegion, "the tracker does not know it"));
         };
-        let (pages, look) = (tracked.pages, tracked.look);
         // Not armed until everything is done: pages that a scan has found and then lost to an error must be reported
         // again.
         let armed = std::mem::replace(&mut tracked.armed, false);
-        let written = self.written(region, look, pages)?;
+        let grown = tracked.reach.as_mut().map(Reach::grow).transpose()?;
+        let tracked = &self.regions[region];
+        let mut written = self.written(region, tracked)?;
+        if !armed {
+            // The first time, pages that are in the file but that the process has not touched count, too, although
+            // nothing wrote them through its mapping. Kernels have reported those as written so far, but this code does
+            // not depend on that.
+            written = PageSet::full(tracked.pages);
+        } else if let (Some(reach), Some(grown)) = (&tracked.reach, grown) {
+            // Nothing is known of them but what the file has now.
+            written.subtract(&grown);
+            written.union_with(&reach.data_among(&grown)?);
+        }
         self.regions[region].armed = true;
-        // The first time, pages that are in the file but that the process has not touched count, too, although nothing
-        // wrote them through its mapping. Kernels have reported those as written so far, but this code does not depend
-        // on that.
-        Ok(if armed { written } else { PageSet::full(pages) })
+        Ok(written)
     }
 }

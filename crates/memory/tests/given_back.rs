@@ -28,6 +28,7 @@ fn track(guest: &Guest) -> UffdTracker {
         vec![PageCount::new(guest.pages())],
     )
     .unwrap()
+    .with_memory(&guest.memory())
 }
 
 fn holes(region: &Region) -> Holes {

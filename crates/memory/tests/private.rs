@@ -45,7 +45,7 @@ fn track(guest: &Guest) -> UffdTracker {
         let uffd = userfaultfd(Faults::User).unwrap();
         match UffdTracker::new(uffd, pagemap.into(), vec![guest.area()], vec![PageCount::new(guest.pages())]) {
             Err(transship_memory::Error::Untrackable { .. }) => thread::yield_now(),
-            tracker => return tracker.unwrap().with_private(0),
+            tracker => return tracker.unwrap().with_memory(&GuestMemory::new(vec![region_of(guest, Access::Read)])),
         }
     }
 }

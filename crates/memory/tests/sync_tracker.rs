@@ -99,7 +99,7 @@ impl Kind {
         let memory =
             InProcess { process, address: guest.area().address, bytes: guest.bytes, page_bytes: PAGE, file: None };
         let region = Region::in_process("pc.ram", memory, Access::Read).unwrap();
-        let there = Guest { base: guest.base, bytes };
+        let there = guest.prefix(bytes);
         Self { guest, region, give_back: Box::new(move |first, count| there.give_back(first, count)), private: &[0] }
     }
 

@@ -27,7 +27,7 @@ fn track(guest: &Guest) -> UffdTracker {
     loop {
         match UffdTracker::new(userfaultfd(), own_pagemap(), vec![guest.area()], vec![PageCount::new(guest.pages())]) {
             Err(Error::Untrackable { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
-            tracker => return tracker.unwrap(),
+            tracker => return tracker.unwrap().with_memory(&guest.memory()),
         }
     }
 }
@@ -197,6 +197,63 @@ fn writes_to_pages_that_only_the_file_has_are_seen() {
     assert!(missing(&mut tracker, &written).is_empty());
 }
 
+/// Whether the page table has it that the page is protected from writes (bit 57).
+fn is_protected(guest: &Guest, page: u64) -> bool {
+    let mut entry = [0; 8];
+    let at = guest.at(page).addr() as u64 / PAGE * 8;
+    assert_eq!(rustix::io::pread(own_pagemap(), &mut entry, at), Ok(8));
+    u64::from_ne_bytes(entry) >> 57 & 1 == 1
+}
+
+#[test]
+fn blocks_of_which_the_file_has_nothing_are_not_tracked_until_it_has() {
+    const BLOCK: u64 = HUGE / PAGE;
+    let pages = 40 * BLOCK;
+    let file = file(pages * PAGE);
+    let region = map(&file, pages * PAGE, Access::ReadWrite);
+    let (guest, other) = (Guest::map(&file, pages * PAGE), Guest::map(&file, 8 * BLOCK * PAGE));
+    guest.write(5, 1);
+    guest.write(3 * BLOCK + 7, 1);
+    let mut tracker = track(&guest).with_other(userfaultfd(), own_pagemap(), vec![other.area()]).unwrap();
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(pages)));
+    settle(&mut tracker);
+    let protected = |guest: &Guest| [0, 1, 2, 3, 4, 7].map(|block| is_protected(guest, block * BLOCK + 1));
+    assert_eq!(
+        protected(&guest),
+        [true, false, false, true, false, false],
+        "a hole in a block of which there is more is"
+    );
+    assert_eq!(protected(&other), protected(&guest));
+
+    // Those that are new are told apart page by page.
+    guest.write(BLOCK + 9, 2);
+    guest.write(39 * BLOCK + 511, 2);
+    other.write(7 * BLOCK, 2);
+    assert_eq!(tracker.written_so_far(0).unwrap(), Some(PageCount::new(3)));
+    let new = set(pages, &[(BLOCK + 9, 1), (7 * BLOCK, 1), (39 * BLOCK + 511, 1)]);
+    assert_eq!(tracker.scan(0).unwrap(), new);
+    assert_eq!(tracker.written_so_far(0).unwrap(), Some(PageCount::ZERO));
+    assert_eq!(protected(&guest), [true, true, false, true, false, true]);
+    assert_eq!(protected(&other), protected(&guest));
+    guest.write(BLOCK + 9, 3);
+    other.write(BLOCK + 10, 3);
+    guest.write(7 * BLOCK + 1, 3);
+    assert_eq!(tracker.scan(0).unwrap(), set(pages, &[(BLOCK + 9, 2), (7 * BLOCK + 1, 1)]));
+
+    // What was given back before anybody saw it is as if it had never been.
+    guest.write(4 * BLOCK, 4);
+    region.clear(PageRange::new(4 * BLOCK, 1)).unwrap();
+    assert!(tracker.scan(0).unwrap().is_empty());
+    assert!(!is_protected(&guest, 4 * BLOCK));
+    guest.write(4 * BLOCK, 5);
+    assert_eq!(tracker.scan(0).unwrap(), set(pages, &[(4 * BLOCK, 1)]));
+    // What is tracked stays so when the file has nothing of it any more.
+    region.clear(PageRange::new(4 * BLOCK, BLOCK)).unwrap();
+    settle(&mut tracker);
+    other.write(4 * BLOCK + 3, 6);
+    assert!(missing(&mut tracker, &set(pages, &[(4 * BLOCK + 3, 1)])).is_empty());
+}
+
 /// What the kernel writes for the process (here by read(2) into tracked memory) counts as the process's own.
 #[test]
 fn writes_by_the_kernel_are_seen() {
@@ -253,9 +310,11 @@ fn writes_to_huge_pages_are_seen() {
     assert_eq!(tracker.scan(0).unwrap(), set(2048, &[(512, 512)]), "the whole huge page");
 }
 
-/// The law of live migration. Threads write versions all over the memory and another punches holes, while pages are
-/// copied as the scans report them. After the last scan the copy is the memory, byte for byte.
+/// The law of live migration. Threads write versions all over the memory, of which they use more and more, and another
+/// punches holes, while pages are copied as the scans report them. After the last scan the copy is the memory, byte for
+/// byte.
 fn copies_converge(file: OwnedFd, bytes: u64, unit: u64) {
+    const ROUNDS: u64 = 30;
     let pages = bytes / PAGE;
     let source = map(&file, bytes, Access::Read);
     // Free page reporting: the VMM gives pages back behind the tracker, `unit` at a time.
@@ -263,8 +322,8 @@ fn copies_converge(file: OwnedFd, bytes: u64, unit: u64) {
     let guest = Guest::map(&file, bytes);
     let copy = map(crate::common::file(bytes), bytes, Access::ReadWrite);
     let mut tracker = track(&guest);
-    let (stop, writes) = (Stop(AtomicBool::new(false)), AtomicU64::new(0));
-    let (guest, stop, writes) = (&guest, &stop, &writes);
+    let (stop, writes, used) = (Stop(AtomicBool::new(false)), AtomicU64::new(0), AtomicU64::new(pages / ROUNDS));
+    let (guest, stop, writes, used) = (&guest, &stop, &writes, &used);
     thread::scope(|scope| {
         let _stop_on_panic = stop.on_drop();
         let writers = (1..3_u64).map(|thread| {
@@ -273,14 +332,17 @@ fn copies_converge(file: OwnedFd, bytes: u64, unit: u64) {
                 while !stop.0.load(Ordering::Relaxed) {
                     random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                     // Half of the writes go to a few hot pages.
-                    let page = if random >> 63 == 1 { (random >> 33) % 16 } else { (random >> 33) % pages };
+                    let used = if random >> 63 == 1 { 16 } else { used.load(Ordering::Relaxed) };
+                    let page = (random >> 33) % used;
                     guest.word(page).fetch_add(1 + thread, Ordering::Relaxed);
                     writes.fetch_add(1, Ordering::Relaxed);
                 }
             })
         });
         let writers: Vec<_> = writers.collect();
-        for round in 0..30 {
+        for round in 0..ROUNDS {
+            // In steps, so that some blocks are begun and others are not.
+            used.store(pages * (round / 3 * 3 + 1) / ROUNDS, Ordering::Relaxed);
             // Something happens between any two scans, however the threads are scheduled.
             let before = writes.load(Ordering::Relaxed);
             while writes.load(Ordering::Relaxed) < before + 500 {
@@ -315,6 +377,11 @@ fn migrate(tracker: &mut UffdTracker, source: &Region, copy: &Region) {
 #[test]
 fn copies_converge_on_the_memory_while_it_is_written() {
     copies_converge(file(2000 * PAGE), 2000 * PAGE, 70);
+}
+
+#[test]
+fn copies_converge_on_memory_that_is_used_more_and_more() {
+    copies_converge(file(64 << 20), 64 << 20, 512);
 }
 
 #[test]

@@ -12,14 +12,16 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags},
     process::{Pid, PidfdFlags, PidfdGetfdFlags},
 };
-use transship_memory::{Area, PageNumber};
+use transship_memory::{Access, Area, GuestMemory, PageNumber};
 
-use crate::common::{PAGE, file};
+use crate::common::{PAGE, file, map};
 
 /// Memory as a VMM has it: a shared mapping, written through atomics. Never unmapped unless a test says so.
 pub(crate) struct Guest {
     pub(crate) base: *mut u8,
     pub(crate) bytes: u64,
+    /// What shared memory is in.
+    file: Option<OwnedFd>,
 }
 
 // SAFETY: an address of memory that stays mapped; it is used through atomics only.
@@ -29,8 +31,8 @@ impl Guest {
     pub(crate) fn map(file: impl AsFd, bytes: u64) -> Self {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at a place that the kernel picks.
-        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), bytes as usize, prot, MapFlags::SHARED, file, 0) };
-        Self { base: base.unwrap().cast(), bytes }
+        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), bytes as usize, prot, MapFlags::SHARED, &file, 0) };
+        Self { base: base.unwrap().cast(), bytes, file: Some(rustix::io::fcntl_dupfd_cloexec(file, 0).unwrap()) }
     }
 
     /// Memory that no other process has, with transparent huge pages where `huge` says so; as a VMM has it that was
@@ -45,7 +47,7 @@ impl Guest {
         let advice = if huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
         // SAFETY: within the new mapping; no advice of these changes what it holds.
         unsafe { rustix::mm::madvise(base.cast(), bytes as usize, advice) }.unwrap();
-        Self { base, bytes }
+        Self { base, bytes, file: None }
     }
 
     /// The same over a file, whose content shows where nothing was written.
@@ -53,7 +55,12 @@ impl Guest {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at a place that the kernel picks.
         let base = unsafe { rustix::mm::mmap(ptr::null_mut(), bytes as usize, prot, MapFlags::PRIVATE, file, 0) };
-        Self { base: base.unwrap().cast(), bytes }
+        Self { base: base.unwrap().cast(), bytes, file: None }
+    }
+
+    /// The same memory, up to this size.
+    pub(crate) fn prefix(&self, bytes: u64) -> Self {
+        Self { base: self.base, bytes, file: None }
     }
 
     /// Gives the pages back, as a balloon does.
@@ -74,6 +81,12 @@ impl Guest {
 
     pub(crate) fn write(&self, page: u64, value: u64) {
         self.word(page).store(value, Ordering::Relaxed);
+    }
+
+    /// Of shared memory: as whoever tracks it has it.
+    pub(crate) fn memory(&self) -> GuestMemory {
+        let file = self.file.as_ref().expect("shared memory");
+        GuestMemory::new(vec![map(file, self.bytes, Access::Read)])
     }
 
     pub(crate) fn area(&self) -> Area {

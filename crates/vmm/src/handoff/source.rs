@@ -163,7 +163,7 @@ impl SourceGuest for HandoffSource {
             return Ok(Box::new(tracker.map_err(|e| self.connection.error(e))?));
         }
         let tracker = UffdTracker::new(uffd, pagemap, areas, pages).map_err(|e| self.connection.error(e))?;
-        Ok(Box::new(tracker))
+        Ok(Box::new(tracker.with_memory(&self.memory)))
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {

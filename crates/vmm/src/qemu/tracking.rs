@@ -66,17 +66,17 @@ impl Acquired {
     ) -> Result<Box<dyn Tracker>, GuestError> {
         let Self { uffd, pagemap, others, waiting } = self;
         let pages: Vec<_> = memory.regions().iter().map(Region::pages).collect();
-        let private = memory.regions().iter().enumerate().filter(|(_, region)| region.is_private());
-        let private: Vec<usize> = private.map(|(number, _)| number).collect();
         if let Some(Waiting { processors, known_by }) = waiting {
+            let private = memory.regions().iter().enumerate().filter(|(_, region)| region.is_private());
+            let private: Vec<usize> = private.map(|(number, _)| number).collect();
             let threads = known_by.unwrap_or_else(|| Box::new(Threads::of(processors)));
             return Ok(Box::new(SyncTracker::new(uffd, pagemap, areas, &pages, &private, threads)?));
         }
-        let mut tracker = UffdTracker::new(uffd, pagemap, areas, pages)?;
+        let mut tracker = UffdTracker::new(uffd, pagemap, areas, pages)?.with_memory(memory);
         for (other, areas) in others.into_iter().zip(elsewhere) {
             tracker = tracker.with_other(other.uffd, other.pagemap, areas)?;
         }
-        Ok(Box::new(private.into_iter().fold(tracker, UffdTracker::with_private)))
+        Ok(Box::new(tracker))
     }
 }
 
