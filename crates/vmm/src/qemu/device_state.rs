@@ -32,7 +32,7 @@ use super::{
     checks, machine,
     maps::Mapping,
     memory::open_process,
-    qmp::{Added, Keeper, Qmp},
+    qmp::{Added, Keeper, Qmp, Question},
 };
 
 /// Magic number and version of a stream.
@@ -73,6 +73,8 @@ pub(super) struct DeviceState {
     /// Names of the blocks that are the guest's own memory.
     guest: Vec<String>,
     file: StateFile,
+    /// QEMU has it already, to save to it.
+    added: Option<Added>,
 }
 
 impl DeviceState {
@@ -91,21 +93,58 @@ impl DeviceState {
         known.iter().filter(|block| !guest.contains(&block.name)).try_for_each(|block| place(block, qmp).map(drop))?;
         // It is sent, too, once the right to open it is gone.
         qmp.process().mappings()?;
-        Ok(Self { process: open_process(qmp.pid(), Access::Read)?, machine, guest, file: StateFile::make()? })
+        Ok(Self {
+            process: open_process(qmp.pid(), Access::Read)?,
+            machine,
+            guest,
+            file: StateFile::make()?,
+            added: None,
+        })
+    }
+
+    /// What is asked of a guest that was stopped, before its state is saved.
+    pub(super) fn questions() -> [Question; 3] {
+        [machine::state_question(), checks::migration_question(), blocks::question()]
+    }
+
+    /// Hands the file to QEMU while the guest still runs, for the next save.
+    ///
+    /// # Errors
+    /// QEMU does not take it.
+    pub(super) fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if self.added.is_none() {
+            self.added = Some(qmp.add_fd(self.file.rewound()?, &[])?);
+        }
+        Ok(())
+    }
+
+    /// There will be no save.
+    pub(super) fn undo(&mut self, qmp: &mut Qmp) {
+        if let Some(added) = self.added.take() {
+            qmp.remove_fd(&added);
+        }
     }
 
     /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does. The blocks of memory
-    /// have been asked ahead then.
+    /// have been asked ahead then. `at_once`: the guest was stopped just now, and what was asked with that counts.
     ///
     /// # Errors
     /// QEMU refuses; memory of its devices can't be read.
-    pub(super) fn save(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
-        let asked = [machine::state_question(), checks::migration_question(), blocks::question()];
-        qmp.forget_answers_to(&asked);
+    pub(super) fn save(&mut self, qmp: &mut Qmp, disks: Disks, at_once: bool) -> Result<Vec<u8>, GuestError> {
+        let asked = Self::questions();
+        if !at_once {
+            qmp.forget_answers_to(&asked);
+        }
         // Through libvirt one is asked after the other. These go first there: a daemon that was restarted is found by a
         // question, and nothing is done twice that changes something.
         let known = (qmp.keeper() == Keeper::Libvirt).then(|| can_be_saved(qmp)).transpose()?;
-        let added = qmp.add_fd(self.file.rewound()?, &asked)?;
+        let added = match self.added.take() {
+            Some(added) => {
+                self.file.rewound()?;
+                qmp.ask_ahead(&asked).map(|()| added)
+            }
+            None => qmp.add_fd(self.file.rewound()?, &asked),
+        }?;
         let state = known.map_or_else(|| can_be_saved(qmp), Ok);
         let saved = state.and_then(|state| Ok((state, self.save_to(&added, qmp, disks)?)));
         qmp.remove_fd(&added);

@@ -310,7 +310,10 @@ impl SourceGuest for QemuSource {
         // A sleeping guest that QEMU stops is to sleep on.
         self.found = Found::by(machine::runs(&before));
         match before.as_str() {
-            "running" => self.back_ends.stop(&mut self.qmp, &mut self.hold, STOP_WAIT)?,
+            "running" => {
+                let questions = self.departure.questions_at_stop(&self.qmp);
+                self.back_ends.stop(&mut self.qmp, &mut self.hold, &questions, STOP_WAIT)?;
+            }
             // It makes no requests; some may still be under way.
             _ => {
                 self.qmp.stop(STOP_WAIT)?;

@@ -285,7 +285,11 @@ impl Carrier for Socket {
     }
 
     fn add_fd(&mut self, fd: BorrowedFd<'_>, questions: &[Question], limit: Duration) -> Result<Value, QmpError> {
-        self.add_fd_and_ask(fd, questions, limit)
+        self.give_and_ask("add-fd", Some(fd), questions, limit)
+    }
+
+    fn stop_and_ask(&mut self, questions: &[Question], limit: Duration) -> Result<(), QmpError> {
+        self.give_and_ask("stop", None, questions, limit).map(drop)
     }
 
     fn give_away(&mut self, command: &'static str, arguments: Value, _limit: Duration) -> Result<(), QmpError> {

@@ -84,6 +84,27 @@ fn a_descriptor_is_handed_over_with_questions_behind_it() {
     }
 }
 
+/// What was asked with a stop that was refused says nothing: it is asked again.
+#[test]
+fn a_guest_is_stopped_with_questions_behind_it() {
+    const YES: &str = r#"{"return": {}, "id": ID}"#;
+    const NO: &str = r#"{"error": {"desc": "no"}, "id": ID}"#;
+    for (stopped, is_stopped) in [(YES, true), (NO, false)] {
+        let early = r#"{"return": "early", "id": ID}"#;
+        let (_dir, path, heard) = overheard(GREETING, &[stopped, early, r#"{"return": "late", "id": ID}"#]);
+        let mut qmp = Qmp::connect(&path).unwrap();
+        let result = qmp.stop_and_ask(&[("first", json!({}))], COMMAND_WAIT);
+        let [_, stop, first] = [0; 3].map(|_| heard.recv().unwrap());
+        assert_eq!([stop, first].map(|it| it["execute"].clone()), ["stop", "first"]);
+        match result {
+            Ok(()) => assert!(is_stopped),
+            Err(QmpError::Refused { command, .. }) => assert!(!is_stopped && command == "stop"),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(qmp.execute("first", json!({})).unwrap(), if is_stopped { "early" } else { "late" });
+    }
+}
+
 #[test]
 fn events_between_a_command_and_its_answer_are_kept() {
     let (_dir, path) = peer(&[concat!(

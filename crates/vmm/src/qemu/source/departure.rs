@@ -12,7 +12,7 @@ use crate::qemu::{
     checks,
     device_state::{DeviceState, Disks},
     given_away, machine,
-    qmp::{Keeper, Qmp},
+    qmp::{Keeper, Qmp, Question},
     saving::Saving,
 };
 
@@ -23,6 +23,8 @@ pub(super) struct Departure {
     device_state: Option<DeviceState>,
     /// For those who might be.
     quick_state: Option<DeviceState>,
+    /// The state is saved as soon as the guest is stopped.
+    at_once: bool,
     /// It was saved by that.
     is_saved: bool,
     /// And the guest's disks were let go for that.
@@ -43,8 +45,9 @@ impl Departure {
         Self { device_state, quick_state, ..Self::default() }
     }
 
-    /// It shall be quick.
+    /// It shall be quick: the state is saved as soon as the guest is stopped.
     pub(super) fn hurry(&mut self) {
+        self.at_once = true;
         self.device_state = self.device_state.take().or_else(|| self.quick_state.take());
     }
 
@@ -73,15 +76,24 @@ impl Departure {
 
     /// Does what can be done while the guest still runs.
     pub(super) fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
-        if self.is_without_migration() {
-            return Ok(());
+        match &mut self.device_state {
+            None => self.saving.prepare(qmp),
+            Some(device_state) if self.at_once && qmp.keeper() == Keeper::Nobody => device_state.prepare(qmp),
+            Some(_) => Ok(()),
         }
-        self.saving.prepare(qmp)
+    }
+
+    /// What is to be asked with the stop, if its answers are good for the state that is saved right behind it.
+    pub(super) fn questions_at_stop(&self, qmp: &Qmp) -> Vec<Question> {
+        match &self.device_state {
+            Some(_) if self.at_once && qmp.keeper() == Keeper::Nobody => DeviceState::questions().to_vec(),
+            _ => Vec::new(),
+        }
     }
 
     /// Has QEMU save the state of a guest that stands still.
     pub(super) fn save(&mut self, qmp: &mut Qmp) -> Result<Box<dyn Read + Send>, GuestError> {
-        let Some(device_state) = &self.device_state else {
+        let Some(device_state) = &mut self.device_state else {
             let before = machine::run_state(qmp)?;
             machine::stands(&before)?;
             return self.saving.begin(qmp, self.stays_stopped, before);
@@ -90,7 +102,7 @@ impl Departure {
         let disks = if stays { Disks::Kept } else { Disks::Released };
         // Also if it fails.
         self.has_released_disks = disks == Disks::Released;
-        let state = device_state.save(qmp, disks)?;
+        let state = device_state.save(qmp, disks, self.at_once)?;
         self.is_saved = true;
         Ok(Box::new(io::Cursor::new(state)))
     }
@@ -140,6 +152,9 @@ impl Departure {
 
     /// The same, with the end of one that is under way.
     pub(super) fn undo(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if let Some(device_state) = &mut self.device_state {
+            device_state.undo(qmp);
+        }
         self.saving.undo(qmp)
     }
 

@@ -99,27 +99,30 @@ impl Socket {
         self.await_all(ids.zip(given.into_iter().map(|(command, _)| command)), limit)
     }
 
-    /// Hands over a descriptor for a set that nobody else has, and asks these behind it. The answer to the first.
+    /// Gives a command without arguments, with a descriptor if it needs one, and asks these behind it. Its answer.
     ///
     /// # Errors
-    /// As [`Socket::ask_ahead`]; or QEMU does not take the descriptor.
-    pub(super) fn add_fd_and_ask(
+    /// As [`Socket::ask_ahead`]; or QEMU refuses the command. Then nothing was asked that counts.
+    pub(super) fn give_and_ask(
         &mut self,
-        fd: BorrowedFd<'_>,
+        command: &'static str,
+        fd: Option<BorrowedFd<'_>>,
         questions: &[Question],
         limit: Duration,
     ) -> Result<Value, QmpError> {
-        const ADD: &str = "add-fd";
         let none = json!({});
-        let mut all = vec![(ADD, &none)];
+        let mut all = vec![(command, &none)];
         all.extend(self.unasked(questions));
-        let mut ids = self.give(&all, Some(fd))?;
-        let add = ids.next();
+        let mut ids = self.give(&all, fd)?;
+        let first = ids.next();
         self.await_later(ids, &all[1..]);
         let deadline = Instant::now() + limit;
-        let added = add.map_or(Ok(Value::Null), |id| self.await_answer(id, ADD, deadline, limit))?;
-        self.ask_ahead(questions)?;
-        Ok(added)
+        let answer = first.map_or(Ok(Value::Null), |id| self.await_answer(id, command, deadline, limit));
+        match answer {
+            Ok(_) => self.ask_ahead(questions)?,
+            Err(_) => self.forget_answers_to(questions),
+        }
+        answer
     }
 
     fn await_all(
