@@ -10,7 +10,7 @@ use transship_memory::{
 
 use crate::common::{
     HUGE, PAGE, file, huge_file, map,
-    process::{Faults, Guest, userfaultfd},
+    process::{Faults, Guest, once_free, userfaultfd},
 };
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
@@ -20,15 +20,11 @@ fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
 }
 
 fn track(guest: &Guest) -> UffdTracker {
-    let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap().into();
-    UffdTracker::new(
-        userfaultfd(Faults::User).unwrap(),
-        pagemap,
-        vec![guest.area()],
-        vec![PageCount::new(guest.pages())],
-    )
-    .unwrap()
-    .with_memory(&guest.memory())
+    let make = || {
+        let (pagemap, pages) = (std::fs::File::open("/proc/self/pagemap").unwrap(), PageCount::new(guest.pages()));
+        UffdTracker::new(userfaultfd(Faults::User).unwrap(), pagemap.into(), vec![guest.area()], vec![pages])
+    };
+    once_free(make).with_memory(&guest.memory())
 }
 
 fn holes(region: &Region) -> Holes {

@@ -20,7 +20,7 @@ use transship_memory::{
 
 use crate::common::{
     PAGE, clear_all, file, is_read_as_it_is,
-    process::{Faults, Guest, Stop, Tracked, userfaultfd},
+    process::{Faults, Guest, Stop, Tracked, once_free, userfaultfd},
 };
 
 fn ourselves(access: Access) -> Arc<Process> {
@@ -38,16 +38,13 @@ fn region_of(guest: &Guest, access: Access) -> Region {
     Region::in_process("pc.ram", memory, access).unwrap()
 }
 
-/// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd for a moment.
 fn track(guest: &Guest) -> UffdTracker {
-    loop {
+    let make = || {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let uffd = userfaultfd(Faults::User).unwrap();
-        match UffdTracker::new(uffd, pagemap.into(), vec![guest.area()], vec![PageCount::new(guest.pages())]) {
-            Err(transship_memory::Error::Untrackable { .. }) => thread::yield_now(),
-            tracker => return tracker.unwrap().with_memory(&GuestMemory::new(vec![region_of(guest, Access::Read)])),
-        }
-    }
+        UffdTracker::new(uffd, pagemap.into(), vec![guest.area()], vec![PageCount::new(guest.pages())])
+    };
+    once_free(make).with_memory(&GuestMemory::new(vec![region_of(guest, Access::Read)]))
 }
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {

@@ -23,7 +23,7 @@ use transship_memory::{
 
 use crate::common::{
     HUGE, PAGE, contents, counts, file, huge_file, map, page_of,
-    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
+    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, once_free, userfaultfd},
 };
 
 /// Longer than anything takes on a machine that does anything at all.
@@ -31,7 +31,8 @@ const LONG: Duration = Duration::from_secs(120);
 const NONE: Duration = Duration::ZERO;
 
 fn protection(guest: &Guest) -> Protection {
-    Protection::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &[PageCount::new(guest.pages())]).unwrap()
+    let pages = [PageCount::new(guest.pages())];
+    once_free(|| Protection::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &pages))
 }
 
 fn all(guest: &Guest) -> PageRange {

@@ -23,7 +23,7 @@ use transship_memory::{
 
 use crate::common::{
     HUGE, PAGE, file, map, page_of,
-    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
+    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, once_free, userfaultfd},
 };
 
 /// What a writer may be held for.
@@ -32,24 +32,12 @@ const HOLD: Duration = Duration::from_millis(3);
 /// How the kernel is asked which pages were written: as the present one has it, or an older one.
 const KERNELS: [bool; 2] = [false, true];
 
-/// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd for a moment.
 fn track(guest: &Guest, private: &[usize], old: bool) -> SyncTracker {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    loop {
-        let (uffd, pagemap) = (userfaultfd(Faults::User).unwrap(), own_pagemap());
-        match SyncTracker::new(
-            uffd,
-            pagemap,
-            vec![guest.area()],
-            &[PageCount::new(guest.pages())],
-            private,
-            Box::new(HOLD),
-        ) {
-            Err(Error::Untrackable { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
-            tracker if old => return tracker.unwrap().by_entries(),
-            tracker => return tracker.unwrap(),
-        }
-    }
+    let tracker = once_free(|| {
+        let (uffd, pages) = (userfaultfd(Faults::User).unwrap(), [PageCount::new(guest.pages())]);
+        SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &pages, private, Box::new(HOLD))
+    });
+    if old { tracker.by_entries() } else { tracker }
 }
 
 /// Lets that many pages go.

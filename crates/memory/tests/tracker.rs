@@ -7,7 +7,6 @@ use std::{
     os::fd::OwnedFd,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     thread,
-    time::{Duration, Instant},
 };
 
 use rustix::mm::{MapFlags, ProtFlags};
@@ -17,19 +16,13 @@ use transship_memory::{
 
 use crate::common::{
     HUGE, PAGE, contents, counts, file, huge_file, map, page_of,
-    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
+    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, once_free},
 };
 
-/// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its
-/// program.
 fn track(guest: &Guest) -> UffdTracker {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    loop {
-        match UffdTracker::new(userfaultfd(), own_pagemap(), vec![guest.area()], vec![PageCount::new(guest.pages())]) {
-            Err(Error::Untrackable { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
-            tracker => return tracker.unwrap().with_memory(&guest.memory()),
-        }
-    }
+    let (areas, pages) = (vec![guest.area()], vec![PageCount::new(guest.pages())]);
+    once_free(|| UffdTracker::new(userfaultfd(), own_pagemap(), areas.clone(), pages.clone()))
+        .with_memory(&guest.memory())
 }
 
 fn userfaultfd() -> OwnedFd {

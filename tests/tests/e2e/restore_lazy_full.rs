@@ -1,5 +1,7 @@
 //! Lazy restores into memory that is short: before anything runs, and when somebody else takes it while pages come.
-use std::{path::Path, process::Command};
+use std::{path::Path, process::Command, thread};
+
+use rustix::process::Signal;
 
 use crate::restoring::{
     assert_goes_on,
@@ -104,20 +106,29 @@ fn a_lazy_guest_whose_room_is_taken_is_stopped() -> Result<()> {
         let mut stalled = Stalled::at("restore.loaded", &destination.vm(), &folder.join("snapshot"), &[])?;
         take(room.path(), room.free_mib()?)?;
         let said = stalled.restore.stderr().clone();
+        let is_stopped = || -> Result<()> {
+            said.wait(Mark::START, "the word that it was stopped", |line| {
+                line.contains("was stopped where it was").then_some(())
+            })?;
+            let frozen = process::status_field(destination.pid(), "State")?.starts_with('T');
+            assert!(frozen || destination.status()? == "paused");
+            Ok(())
+        };
         if killed {
             stalled.restore.kill9();
-            // By hand, as the command would have.
-            destination.qmp("cont", serde_json::json!({}))?;
+            thread::scope(|scope| {
+                // By hand, as the command would have. QEMU may be frozen before it answers.
+                scope.spawn(|| destination.qmp("cont", serde_json::json!({})));
+                let stopped = is_stopped();
+                process::signal(destination.pid(), Signal::KILL)?;
+                stopped
+            })?;
         } else {
             let ended = stalled.go_on()?.wait()?.expect_code(3)?;
             assert!(ended.stderr.contains("remount,size="), "{ended}");
             assert!(!ended.stderr.contains("another copy"), "{ended}");
+            is_stopped()?;
         }
-        said.wait(Mark::START, "the word that it was stopped", |line| {
-            line.contains("was stopped where it was").then_some(())
-        })?;
-        let frozen = process::status_field(destination.pid(), "State")?.starts_with('T');
-        assert!(frozen || destination.status()? == "paused");
         destination.kill9();
         wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))?;
         for name in ["taken", "mem0"] {

@@ -6,13 +6,15 @@ use std::{
     process::{Child, Command, Stdio},
     ptr,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
 };
 
 use rustix::{
     mm::{Advice, MapFlags, ProtFlags},
     process::{Pid, PidfdFlags, PidfdGetfdFlags},
 };
-use transship_memory::{Access, Area, GuestMemory, PageNumber};
+use transship_memory::{Access, Area, Error, Flaw, GuestMemory, PageNumber};
 
 use crate::common::{PAGE, file, map};
 
@@ -127,6 +129,20 @@ pub(crate) fn userfaultfd(faults: Faults) -> std::io::Result<OwnedFd> {
     }
     // SAFETY: just made, and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}
+
+/// Makes what has a guest's memory for itself, once nothing else has it. A test beside this one may be starting a
+/// child, which holds what was dropped here until it has become its program.
+pub(crate) fn once_free<T>(make: impl Fn() -> Result<T, Error>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        match make() {
+            Err(error) if error.flaw() == Some(Flaw::Taken) && Instant::now() < deadline => {
+                thread::sleep(Duration::from_millis(1));
+            }
+            made => return made.unwrap(),
+        }
+    }
 }
 
 /// Tells threads to end; also when the test fails, which would wait for them otherwise.

@@ -23,7 +23,7 @@ use transship_memory::{Fault, Missing, PageCount, PageNumber, Region};
 
 use crate::common::{
     page_of,
-    process::{Faults, Guest, userfaultfd},
+    process::{Faults, Guest, once_free, userfaultfd},
 };
 
 /// Longer than anything takes on a machine that does anything at all.
@@ -31,7 +31,8 @@ pub(crate) const LONG: Duration = Duration::from_secs(120);
 pub(crate) const NONE: Duration = Duration::ZERO;
 
 pub(crate) fn missing(guest: &Guest) -> Missing {
-    Missing::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &[PageCount::new(guest.pages())]).unwrap()
+    let pages = [PageCount::new(guest.pages())];
+    once_free(|| Missing::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &pages))
 }
 
 pub(crate) fn fault(page: u64) -> Option<Fault> {

@@ -237,6 +237,14 @@ impl Connection {
     }
 }
 
+impl Drop for Connection {
+    /// The VMM has room for the next client from now on, also if another thread is just starting a process, which has
+    /// all our descriptors for a moment.
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
 /// A command line that makes one call by hand.
 pub(super) fn by_hand(call: &str, path: &Path) -> String {
     let path = path.display().to_string();
