@@ -26,7 +26,7 @@ fi
 # The package, and then its files.
 files() {
     case $1 in
-        memory) echo transship-memory crates/memory/src/{tracker,sync_tracker,sweep,pages,window,read,holes,huge_holes,given_back,claims}.rs ;;
+        memory) echo transship-memory crates/memory/src/{tracker,sync_tracker,sweep,pages,window,read,holes,huge_holes,given_back,claims,reach}.rs ;;
         wire) echo transship-wire crates/wire/src/{packet,control,kind,owed}.rs ;;
         engine) echo transship-engine crates/engine/src/{scan,rounds,rounds/running,converging,moving,hand_over,ending,guarded,page_map,forecast,source/switchover,destination/arriving,qemu_peer/send/switchover}.rs ;;
         guard) echo transship crates/cli/src/{guard,commands/guard}.rs ;;
