@@ -11,8 +11,6 @@
 //!
 //! What is written after the first question is found by the second one or by the next scan. What is written after the
 //! second question is found by the tracker.
-use rustix::{fs::SeekFrom, io::Errno};
-
 use crate::{ByteRange, Error, GuestMemory, PageNumber, PageRange, PageSet, Region, region::Held, shared::Shared};
 
 /// What is tracked as a whole. A multiple of a huge page, in the file as in memory that has huge pages of it: the
@@ -91,13 +89,8 @@ fn shared(region: &Region) -> Option<&Shared> {
 fn add_blocks(shared: &Shared, range: PageRange, blocks: &mut PageSet) -> Result<(), Error> {
     let ByteRange { start, end } = shared.part_of_file(range);
     let mut at = start;
-    while at < end {
-        // Moves the file's position, which may be shared with the VMM; nobody reads or writes memory by position.
-        let data = match rustix::fs::seek(shared.file(), SeekFrom::Data(at)) {
-            Ok(data) if data < end => data,
-            Ok(_) | Err(Errno::NXIO) => break,
-            Err(source) => return Err(shared.failed("find what its file has", source)),
-        };
+    let next = |at| shared.next_data(at, end).map_err(|source| shared.failed("find what its file has", source));
+    while let Some(data) = next(at)? {
         let block = data / BLOCK_BYTES * BLOCK_BYTES;
         let (first, behind) = (block.max(start), (block + BLOCK_BYTES).min(end));
         let page = |byte: u64| PageNumber::at(byte - shared.file_offset());

@@ -54,19 +54,15 @@ impl Shared {
         let ByteRange { start, end } = self.part_of_file(within);
         let mut at = start;
         while at < end {
-            // Moves the file's position, which may be shared with the VMM; nobody reads or writes memory by position.
-            let first = match rustix::fs::seek(self.file(), SeekFrom::Data(at)) {
-                Ok(first) => first,
-                Err(Errno::NXIO) => break,
+            let first = match self.next_data(at, end) {
+                Ok(Some(first)) => first,
+                Ok(None) => break,
                 Err(Errno::INVAL | Errno::OPNOTSUPP) => {
                     found(within);
                     break;
                 }
                 Err(source) => return Err(self.failed("find the holes", source)),
             };
-            if first >= end {
-                break;
-            }
             let page = PageNumber::at(first - self.file_offset());
             let sure = self.data_from(page.to(within.end()));
             let from = self.offset_in_file(page + sure);
@@ -81,6 +77,16 @@ impl Shared {
             at = hole;
         }
         Ok(())
+    }
+
+    /// Where the next data of the file is, from `at` on and before `end`.
+    pub(crate) fn next_data(&self, at: u64, end: u64) -> Result<Option<u64>, Errno> {
+        // Moves the file's position, which may be shared with the VMM; nobody reads or writes memory by position.
+        match rustix::fs::seek(self.file(), SeekFrom::Data(at)) {
+            Ok(data) => Ok(Some(data).filter(|data| *data < end)),
+            Err(Errno::NXIO) => Ok(None),
+            Err(why) => Err(why),
+        }
     }
 
     /// How many pages from the first one on are surely data, up to the end of the range. Seeking the hole behind them
