@@ -138,13 +138,10 @@ impl DeviceState {
         // Through libvirt one is asked after the other. These go first there: a daemon that was restarted is found by a
         // question, and nothing is done twice that changes something.
         let known = (qmp.keeper() == Keeper::Libvirt).then(|| can_be_saved(qmp)).transpose()?;
-        let added = match self.added.take() {
-            Some(added) => {
-                self.file.rewound()?;
-                qmp.ask_ahead(&asked).map(|()| added)
-            }
-            None => qmp.add_fd(self.file.rewound()?, &asked),
-        }?;
+        let file = self.file.rewound()?;
+        let added = self.added.take().map_or_else(|| qmp.add_fd(file, &asked), Ok)?;
+        // What was not asked on the way.
+        qmp.ask_ahead(&asked)?;
         let state = known.map_or_else(|| can_be_saved(qmp), Ok);
         let saved = state.and_then(|state| Ok((state, self.save_to(&added, qmp, disks)?)));
         qmp.remove_fd(&added);

@@ -371,7 +371,8 @@ impl SourceGuest for QemuSource {
     }
 
     fn hurry_state(&mut self) {
-        self.departure.hurry();
+        // Where back ends may end with the state, the last scan comes before it.
+        self.departure.hurry(!self.back_ends.may_end_with_state());
     }
 
     fn state_estimate(&self) -> Duration {

@@ -45,9 +45,9 @@ impl Departure {
         Self { device_state, quick_state, ..Self::default() }
     }
 
-    /// It shall be quick: the state is saved as soon as the guest is stopped.
-    pub(super) fn hurry(&mut self) {
-        self.at_once = true;
+    /// It shall be quick. `at_once`: the state is saved as soon as the guest is stopped.
+    pub(super) fn hurry(&mut self, at_once: bool) {
+        self.at_once = at_once;
         self.device_state = self.device_state.take().or_else(|| self.quick_state.take());
     }
 
@@ -78,16 +78,16 @@ impl Departure {
     pub(super) fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
         match &mut self.device_state {
             None => self.saving.prepare(qmp),
-            Some(device_state) if self.at_once && qmp.keeper() == Keeper::Nobody => device_state.prepare(qmp),
+            Some(device_state) if may_go_with_stop(self.at_once, qmp) => device_state.prepare(qmp),
             Some(_) => Ok(()),
         }
     }
 
     /// What is to be asked with the stop, if its answers are good for the state that is saved right behind it.
     pub(super) fn questions_at_stop(&self, qmp: &Qmp) -> Vec<Question> {
-        match &self.device_state {
-            Some(_) if self.at_once && qmp.keeper() == Keeper::Nobody => DeviceState::questions().to_vec(),
-            _ => Vec::new(),
+        match self.is_without_migration() && may_go_with_stop(self.at_once, qmp) {
+            true => DeviceState::questions().to_vec(),
+            false => Vec::new(),
         }
     }
 
@@ -102,7 +102,7 @@ impl Departure {
         let disks = if stays { Disks::Kept } else { Disks::Released };
         // Also if it fails.
         self.has_released_disks = disks == Disks::Released;
-        let state = device_state.save(qmp, disks, self.at_once)?;
+        let state = device_state.save(qmp, disks, may_go_with_stop(self.at_once, qmp))?;
         self.is_saved = true;
         Ok(Box::new(io::Cursor::new(state)))
     }
@@ -162,4 +162,9 @@ impl Departure {
     pub(super) fn promise(&mut self) -> Result<OwnedFd, GuestError> {
         Ok(self.saving.promise()?.into_file())
     }
+}
+
+/// Whether what a save begins with may go before the stop and with it. Through libvirt each word goes by itself.
+fn may_go_with_stop(at_once: bool, qmp: &Qmp) -> bool {
+    at_once && qmp.keeper() == Keeper::Nobody
 }
