@@ -18,15 +18,8 @@ pub(super) struct RamBlock {
     pub(super) used_bytes: u64,
     /// What it can grow to.
     pub(super) max_bytes: u64,
-    /// Where QEMU has it. Versions before 8.2 do not say: see [`with_places`].
+    /// Where QEMU has it. Versions before 8.2 do not say: see [`placed`].
     pub(super) address: Option<u64>,
-}
-
-impl RamBlock {
-    /// Whether it is the same memory, of which the guest may use more or less by now.
-    pub(super) fn is(&self, other: &Self) -> bool {
-        (&self.name, self.max_bytes, self.address) == (&other.name, other.max_bytes, other.address)
-    }
 }
 
 /// All of the guest's memory must be in backends, or a part of it would stay behind.
@@ -89,9 +82,8 @@ pub(super) fn question() -> Question {
     ("human-monitor-command", json!({ "command-line": "info ramblock" }))
 }
 
-/// As [`list`], with the addresses of all blocks of which they are certain, also where QEMU does not say them.
-pub(super) fn with_places(qmp: &mut Qmp) -> Result<Vec<RamBlock>, GuestError> {
-    let mut list = list(qmp)?;
+/// These blocks with the addresses of all of which they are certain, also where QEMU does not say them.
+pub(super) fn placed(qmp: &mut Qmp, mut list: Vec<RamBlock>) -> Result<Vec<RamBlock>, GuestError> {
     places::add(qmp, &mut list)?;
     Ok(list)
 }

@@ -21,7 +21,7 @@ use super::{
     abandoned, device_state, disk_files, emptying, faults, machine,
     memory::{self, Backend},
     migration::{self, Form, Purpose, STATE_FD, STATE_URI, Settings},
-    qmp::{Qmp, QmpError},
+    qmp::{Command, Qmp, QmpError},
     questions, state_channel,
     survey::{DestinationSeen, lazy},
 };
@@ -139,6 +139,16 @@ impl QemuDestination {
         Ok(ours)
     }
 
+    /// Has QEMU load from the other end of that socket.
+    fn incoming(&self) -> Command {
+        let mut arguments = json!({ "uri": STATE_URI });
+        if self.qmp.version() >= (9, 1) {
+            // So that QEMU lives to tell us what it did not like.
+            arguments["exit-on-error"] = json!(false);
+        }
+        ("migrate-incoming", arguments)
+    }
+
     /// Tells QEMU to load from the other end of the returned socket.
     fn listen(&mut self) -> Result<UnixStream, GuestError> {
         let ours = match self.channel.take() {
@@ -146,20 +156,23 @@ impl QemuDestination {
             None => self.offer()?,
         };
         self.qmp.forget_events();
-        let mut arguments = json!({ "uri": STATE_URI });
-        if self.qmp.version() >= (9, 1) {
-            // So that QEMU lives to tell us what it did not like.
-            arguments["exit-on-error"] = json!(false);
-        }
-        self.qmp.execute("migrate-incoming", arguments)?;
+        let (command, arguments) = self.incoming();
+        self.qmp.execute(command, arguments)?;
         Ok(ours)
     }
 
     /// Has QEMU load the state, and returns when it is done with it, be it by failing.
     fn load(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         let to = self.listen()?;
+        let soon = match &self.settings {
+            Some((settings, _)) => settings.prepare_restore(&mut self.qmp)?,
+            None => false,
+        };
         let pumped = pump(state, to);
         let completed = migration::wait_completed(&mut self.qmp, LOAD_WAIT);
+        if soon {
+            self.restore_settings();
+        }
         match pumped {
             Ok(()) | Err(Pump::Write) => {
                 completed
@@ -310,13 +323,15 @@ impl DestinationGuest for QemuDestination {
             StateMade::ByVmm => Form::SharedLeftOut,
         })?;
         self.channel = Some(self.offer()?);
+        let incoming = self.incoming();
+        self.qmp.type_ahead(&incoming)?;
         Ok(())
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         let (form, begin) = form_of(state)?;
         self.ready_for(form)?;
-        // What is loaded is waited for: the settings are put back later.
+        // What is loaded is waited for: settings that take long are put back later.
         self.load(&mut begin.as_slice().chain(state)).inspect_err(|_| self.restore_settings())
     }
 

@@ -32,7 +32,7 @@ use super::{
     checks, machine,
     maps::Mapping,
     memory::open_process,
-    qmp::{Added, Keeper, Qmp, Question},
+    qmp::{Added, Command, Keeper, Qmp, Question, WithStop},
 };
 
 /// Magic number and version of a stream.
@@ -75,6 +75,8 @@ pub(super) struct DeviceState {
     file: StateFile,
     /// QEMU has it already, to save to it.
     added: Option<Added>,
+    /// Blocks that were looked at right before the stop.
+    seen: Option<Vec<Seen>>,
 }
 
 impl DeviceState {
@@ -89,7 +91,8 @@ impl DeviceState {
         let (machine, guest) = (super::bare_machine(guest), blocks.clone());
         let machine =
             Name::new(machine).map_err(|e| GuestError::Unfit(format!("can't name the machine {machine:?}: {e}")))?;
-        let known = blocks::with_places(qmp)?;
+        let known = blocks::list(qmp)?;
+        let known = blocks::placed(qmp, known)?;
         known.iter().filter(|block| !guest.contains(&block.name)).try_for_each(|block| place(block, qmp).map(drop))?;
         // It is sent, too, once the right to open it is gone.
         qmp.process().mappings()?;
@@ -99,23 +102,35 @@ impl DeviceState {
             guest,
             file: StateFile::make()?,
             added: None,
+            seen: None,
         })
     }
 
     /// What is asked of a guest that was stopped, before its state is saved.
-    pub(super) fn questions() -> [Question; 3] {
-        [machine::state_question(), checks::migration_question(), blocks::question()]
+    fn questions() -> [Question; 2] {
+        [machine::state_question(), checks::migration_question()]
     }
 
-    /// Hands the file to QEMU while the guest still runs, for the next save.
+    /// Does what can be done while the guest still runs, for the next save. `known`: the blocks of memory as they are
+    /// now, if it is checked after the stop whether they are still the same.
     ///
     /// # Errors
-    /// QEMU does not take it.
-    pub(super) fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+    /// QEMU does not take the file that it is to save to; memory of its devices can't be found.
+    pub(super) fn prepare(&mut self, qmp: &mut Qmp, known: Option<&[RamBlock]>) -> Result<(), GuestError> {
+        self.seen = known.map(|known| self.look(known.to_vec(), qmp)).transpose()?;
         if self.added.is_none() {
             self.added = Some(qmp.add_fd(self.file.rewound()?, &[])?);
         }
         Ok(())
+    }
+
+    /// What QEMU is told with the stop, if the save comes right behind it.
+    pub(super) fn with_stop(&self, disks: Disks) -> WithStop {
+        let mut questions = Self::questions().to_vec();
+        if self.seen.is_none() {
+            questions.push(blocks::question());
+        }
+        WithStop { questions, next: self.added.as_ref().map(|added| command(added, disks)) }
     }
 
     /// There will be no save.
@@ -125,28 +140,32 @@ impl DeviceState {
         }
     }
 
-    /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does. The blocks of memory
-    /// have been asked ahead then. `at_once`: the guest was stopped just now, and what was asked with that counts.
+    /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does. `at_once`: the guest
+    /// was stopped just now, and what was prepared, and asked with the stop, counts. Else the blocks of memory have
+    /// been asked ahead when this returns.
     ///
     /// # Errors
     /// QEMU refuses; memory of its devices can't be read.
     pub(super) fn save(&mut self, qmp: &mut Qmp, disks: Disks, at_once: bool) -> Result<Vec<u8>, GuestError> {
-        let asked = Self::questions();
+        let seen = self.seen.take().filter(|_| at_once);
+        let mut asked = Self::questions().to_vec();
+        if seen.is_none() {
+            asked.push(blocks::question());
+        }
         if !at_once {
             qmp.forget_answers_to(&asked);
         }
         // Through libvirt one is asked after the other. These go first there: a daemon that was restarted is found by a
         // question, and nothing is done twice that changes something.
-        let known = (qmp.keeper() == Keeper::Libvirt).then(|| can_be_saved(qmp)).transpose()?;
+        let early = (qmp.keeper() == Keeper::Libvirt).then(|| can_be_saved(qmp)).transpose()?;
         let file = self.file.rewound()?;
         let added = self.added.take().map_or_else(|| qmp.add_fd(file, &asked), Ok)?;
         // What was not asked on the way.
         qmp.ask_ahead(&asked)?;
-        let state = known.map_or_else(|| can_be_saved(qmp), Ok);
-        let saved = state.and_then(|state| Ok((state, self.save_to(&added, qmp, disks)?)));
+        let state = early.map_or_else(|| can_be_saved(qmp), Ok);
+        let saved = state.and_then(|state| Ok((state, self.save_to(&added, qmp, disks, seen)?)));
         qmp.remove_fd(&added);
-        let [state_question, migration_question, _] = asked;
-        qmp.forget_answers_to(&[state_question, migration_question]);
+        qmp.forget_answers_to(&Self::questions());
         let (state, (mut writer, mut tail)) = saved?;
         if let Some(mut global) = GlobalState::find(&tail, 0).map_err(strange)? {
             // The command calls every guest a running one.
@@ -158,20 +177,31 @@ impl DeviceState {
 
     /// The start of the stream, up to the end of all memory, and the sections of all devices with the end of the
     /// stream. QEMU's own stream, too, has the memory of devices before their state: it is read while that is saved.
-    fn save_to(&self, added: &Added, qmp: &mut Qmp, disks: Disks) -> Result<(StreamWriter, Vec<u8>), GuestError> {
-        let blocks = {
-            let _mappings = qmp.process().hold_mappings();
-            blocks::with_places(qmp)?.into_iter().map(|block| self.looked_at(block, qmp)).collect::<Result<Vec<_>, _>>()
-        }?;
+    fn save_to(
+        &self,
+        added: &Added,
+        qmp: &mut Qmp,
+        disks: Disks,
+        seen: Option<Vec<Seen>>,
+    ) -> Result<(StreamWriter, Vec<u8>), GuestError> {
+        let seen = match seen {
+            Some(seen) => seen,
+            None => self.look(blocks::list(qmp)?, qmp)?,
+        };
         let (memory, saved) = thread::scope(|scope| {
-            let memory = scope.spawn(|| self.memory(&blocks));
-            let file = format!("/dev/fdset/{}", added.set);
-            let arguments = json!({ "filename": file, "live": disks == Disks::Released });
-            let saved = qmp.execute("xen-save-devices-state", arguments);
+            let memory = scope.spawn(|| self.memory(&seen));
+            let (command, arguments) = command(added, disks);
+            let saved = qmp.execute(command, arguments);
             (memory.join().unwrap_or_else(|panic| resume_unwind(panic)), saved)
         });
         saved?;
         Ok((memory?, self.file.sections()?))
+    }
+
+    /// Where these blocks of memory are that are a device's.
+    fn look(&self, blocks: Vec<RamBlock>, qmp: &mut Qmp) -> Result<Vec<Seen>, GuestError> {
+        let _mappings = qmp.process().hold_mappings();
+        blocks::placed(qmp, blocks)?.into_iter().map(|block| self.looked_at(block, qmp)).collect()
     }
 
     /// The start of the stream: what blocks of memory there are, and what is in those of devices.
@@ -230,6 +260,12 @@ impl DeviceState {
         }
         Ok(())
     }
+}
+
+/// Has QEMU save to that file.
+fn command(added: &Added, disks: Disks) -> Command {
+    let file = format!("/dev/fdset/{}", added.set);
+    ("xen-save-devices-state", json!({ "filename": file, "live": disks == Disks::Released }))
 }
 
 /// A block of QEMU's memory.

@@ -7,7 +7,7 @@ use transship_guest::GuestError;
 
 use super::{
     by_hand,
-    qmp::{Qmp, QmpError},
+    qmp::{Command, Qmp, QmpError},
 };
 
 /// The name of the descriptor that QEMU writes to or reads from. Always the same, so that a leftover is replaced.
@@ -91,7 +91,7 @@ impl Settings {
     /// Sets what the device state needs, and nothing that is so already.
     pub(super) fn apply(qmp: &mut Qmp, purpose: Purpose) -> Result<Self, GuestError> {
         let (before, wanted) = Current::ask(qmp)?.planned(purpose);
-        if let Err(e) = set(qmp, wanted.capabilities, wanted.parameters) {
+        if let Err(e) = set(qmp, &wanted.capabilities, wanted.parameters) {
             // Half of it may be set.
             let _ = before.restore(qmp);
             return Err(e.into());
@@ -112,23 +112,35 @@ impl Settings {
         Ok(before)
     }
 
+    /// Has QEMU read what it takes to put the capabilities back, but for its end. Whether it has, and [`Self::restore`]
+    /// may follow as soon as QEMU has loaded.
+    pub(super) fn prepare_restore(&self, qmp: &mut Qmp) -> Result<bool, GuestError> {
+        if self.capabilities.is_empty() || self.has_multifd() {
+            return Ok(false);
+        }
+        Ok(qmp.type_ahead(&set_capabilities(&self.capabilities))?)
+    }
+
+    /// It is to be on again.
+    fn has_multifd(&self) -> bool {
+        self.capabilities.contains(&json!({ "capability": MULTIFD, "state": true }))
+    }
+
     /// Puts back what `apply` changed.
     ///
     /// # Errors
     /// Some of it was refused; all the rest is as it was.
     pub(super) fn restore(&self, qmp: &mut Qmp) -> Result<(), GuestError> {
-        if self.capabilities.contains(&json!({ "capability": MULTIFD, "state": true })) {
+        if self.has_multifd() {
             wait_cleaned_up(qmp)?;
         }
         // Together, as some need others; then one by one, so that one that is refused does not keep the others.
-        let capabilities = set(qmp, self.capabilities.clone(), Map::new()).or_else(|error| {
-            let one = |capability: &Value| set(qmp, vec![capability.clone()], Map::new());
+        let capabilities = set(qmp, &self.capabilities, Map::new()).or_else(|error| {
+            let one = |capability: &Value| set(qmp, std::slice::from_ref(capability), Map::new());
             if_refused(error, self.capabilities.iter().map(one))
         });
-        let parameters = set(qmp, Vec::new(), self.parameters.clone()).or_else(|error| {
-            let one = |(name, value): (&String, &Value)| {
-                set(qmp, Vec::new(), Map::from_iter([(name.clone(), value.clone())]))
-            };
+        let parameters = set(qmp, &[], self.parameters.clone()).or_else(|error| {
+            let one = |(name, value): (&String, &Value)| set(qmp, &[], Map::from_iter([(name.clone(), value.clone())]));
             if_refused(error, self.parameters.iter().map(one))
         });
         Ok(capabilities.and(parameters)?)
@@ -206,10 +218,14 @@ fn off(names: &[&str]) -> Value {
     json!({ "capabilities": names.iter().map(off).collect::<Vec<_>>() })
 }
 
-fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) -> Result<(), QmpError> {
+fn set_capabilities(capabilities: &[Value]) -> Command {
+    ("migrate-set-capabilities", json!({ "capabilities": capabilities }))
+}
+
+fn set(qmp: &mut Qmp, capabilities: &[Value], parameters: Map<String, Value>) -> Result<(), QmpError> {
     let mut commands = Vec::new();
     if !capabilities.is_empty() {
-        commands.push(("migrate-set-capabilities", json!({ "capabilities": capabilities })));
+        commands.push(set_capabilities(capabilities));
     }
     if !parameters.is_empty() {
         commands.push(("migrate-set-parameters", Value::Object(parameters)));

@@ -59,6 +59,15 @@ pub(super) type Command = (&'static str, Value);
 /// A command that changes nothing, and its arguments.
 pub(super) type Question = Command;
 
+/// What QEMU is told with a stop.
+#[derive(Debug, Default)]
+pub(super) struct WithStop {
+    /// Asked ahead behind it.
+    pub(super) questions: Vec<Question>,
+    /// Typed ahead behind these.
+    pub(super) next: Option<Command>,
+}
+
 /// Something that QEMU said by itself.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Event {
@@ -124,6 +133,14 @@ pub(super) trait Carrier: Send {
     fn forget_answers(&mut self) {}
     /// The same of these alone.
     fn forget_answers_to(&mut self, _questions: &[Question]) {}
+    /// Has QEMU read this command but for its end, if that saves time. Given later, it takes no longer than that end;
+    /// any other that is given before withdraws it. Whether it saves time.
+    ///
+    /// # Errors
+    /// QEMU is gone, or does not read.
+    fn type_ahead(&mut self, _command: &Command) -> Result<bool, QmpError> {
+        Ok(false)
+    }
     /// Gives all of these, in this order, in one go if that saves time: each of them is given, also if one before it is
     /// refused.
     ///
@@ -148,10 +165,10 @@ pub(super) trait Carrier: Send {
     fn stop(&mut self, limit: Duration) -> Result<(), QmpError> {
         self.execute("stop", json!({}), None, limit).map(drop)
     }
-    /// Stops the guest and asks these ahead behind it, in one go if that saves time.
-    fn stop_and_ask(&mut self, questions: &[Question], limit: Duration) -> Result<(), QmpError> {
+    /// Stops the guest, with these in one go if that saves time.
+    fn stop_with(&mut self, with: &WithStop, limit: Duration) -> Result<(), QmpError> {
         self.stop(limit)?;
-        self.ask_ahead(questions)
+        self.ask_ahead(&with.questions)
     }
     /// Lets the guest run.
     fn cont(&mut self, limit: Duration) -> Result<(), QmpError> {
@@ -275,6 +292,11 @@ impl Qmp {
         self.carrier.forget_answers_to(questions);
     }
 
+    /// See [`Carrier::type_ahead`].
+    pub(super) fn type_ahead(&mut self, command: &Command) -> Result<bool, QmpError> {
+        self.carrier.type_ahead(command)
+    }
+
     /// See [`Carrier::check_alive`].
     pub(super) fn check_alive(&self) -> Result<(), QmpError> {
         self.carrier.check_alive()
@@ -290,9 +312,9 @@ impl Qmp {
         self.carrier.stop(limit)
     }
 
-    /// See [`Carrier::stop_and_ask`].
-    pub(super) fn stop_and_ask(&mut self, questions: &[Question], limit: Duration) -> Result<(), QmpError> {
-        self.carrier.stop_and_ask(questions, limit)
+    /// See [`Carrier::stop_with`].
+    pub(super) fn stop_with(&mut self, with: &WithStop, limit: Duration) -> Result<(), QmpError> {
+        self.carrier.stop_with(with, limit)
     }
 
     /// Lets the guest run.

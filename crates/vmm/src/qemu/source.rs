@@ -294,7 +294,7 @@ impl SourceGuest for QemuSource {
             (true, Keeper::Libvirt) => {}
             (true, Keeper::Nobody) => self.check_no_writers_came()?,
         }
-        self.departure.prepare(&mut self.qmp)
+        self.departure.prepare(&mut self.qmp, self.before_stop.as_deref())
     }
 
     fn stop(&mut self) -> Result<Found, GuestError> {
@@ -311,8 +311,8 @@ impl SourceGuest for QemuSource {
         self.found = Found::by(machine::runs(&before));
         match before.as_str() {
             "running" => {
-                let questions = self.departure.questions_at_stop(&self.qmp);
-                self.back_ends.stop(&mut self.qmp, &mut self.hold, &questions, STOP_WAIT)?;
+                let with = self.departure.with_stop(&self.qmp);
+                self.back_ends.stop(&mut self.qmp, &mut self.hold, &with, STOP_WAIT)?;
             }
             // It makes no requests; some may still be under way.
             _ => {

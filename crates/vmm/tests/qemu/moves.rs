@@ -8,7 +8,7 @@ use std::{
 
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::json;
-use transship_guest::{DestinationGuest, Found, GuestError, LastWill, SourceGuest};
+use transship_guest::{DestinationGuest, Found, GuestError, LastWill, SourceGuest, StateMade};
 use transship_memory::{PageCount, PageNumber};
 use transship_vmm::{AttachOptions, VmAddress, qemu::QemuSource, settle_abandoned};
 
@@ -380,6 +380,34 @@ fn a_state_whose_sender_breaks_off_is_an_error() {
     assert_eq!(to.status(), "inmigrate");
 }
 
+/// QEMU has read most of the command to load then, and has the end of a socket. It forgets both.
+#[test]
+fn a_state_that_was_expected_in_vain_leaves_nothing_behind() {
+    let (from, to) = pair();
+    let (settings, descriptors) = (to.settings(), to.descriptors());
+    let mut destination = to.destination();
+    destination.expect_state(StateMade::ByAdapter).unwrap();
+    assert_ne!((to.settings(), to.descriptors()), (settings.clone(), descriptors.clone()));
+    drop(destination);
+    assert_eq!((to.settings(), to.descriptors()), (settings.clone(), descriptors));
+    assert_eq!(to.status(), "inmigrate");
+
+    // One of another form than expected comes in another way.
+    for expected in [StateMade::ByAdapter, StateMade::ByVmm] {
+        let to = Qemu::start(&["-incoming", "defer"]);
+        let (mut source, mut destination) = (Saves::Alone.source(&from), to.destination());
+        move_memory(&mut source, &destination);
+        destination.expect_state(expected).unwrap();
+        destination.load_state(&mut source.save_state().unwrap()).unwrap();
+        source.state_saved().unwrap();
+        assert_eq!(to.settings(), settings, "{expected:?}: put back before the guest runs");
+        destination.start(true).unwrap();
+        to.wait_counting();
+        drop(destination);
+        source.resume(true).unwrap();
+    }
+}
+
 #[test]
 fn a_qemu_that_dies_is_named_at_once() {
     let mut from = Qemu::start(&[]);
@@ -445,4 +473,23 @@ fn a_device_that_came_meanwhile_and_can_not_be_saved_is_noticed() {
             assert_eq!(qemu.status(), "prelaunch");
         }
     }
+}
+
+/// Its state is saved by what was known of its memory before the stop.
+#[test]
+fn memory_that_came_with_the_stop_is_noticed() {
+    let qemu = Qemu::start(&["-device", "pcie-root-port,id=slot0"]);
+    qemu.wait_booted();
+    let mut source = Saves::Alone.source(&qemu);
+    source.hurry_state();
+    source.prepare_stop().unwrap();
+    assert_eq!(source.stop_at_once().unwrap(), Found::Running);
+    // It has a ROM.
+    qemu.qmp("device_add", json!({ "driver": "virtio-net-pci", "bus": "slot0" }));
+    source.save_state().unwrap();
+    source.state_saved().unwrap();
+    let error = source.check_unchanged().unwrap_err().to_string();
+    assert!(error.contains("meanwhile"), "{error}");
+    source.resume(true).unwrap();
+    qemu.wait_counting();
 }

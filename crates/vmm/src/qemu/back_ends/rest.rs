@@ -24,7 +24,7 @@ use super::BackEnds;
 use crate::qemu::{
     held,
     machine::Device,
-    qmp::{Keeper, Qmp, QmpError, Question},
+    qmp::{Keeper, Qmp, QmpError, WithStop},
 };
 
 /// The first QEMU that says where queues are.
@@ -98,7 +98,7 @@ impl Drop for Held<'_> {
 
 impl BackEnds {
     /// Stops the running guest within `limit`. `hold`: who holds its processors meanwhile, if that is somebody else.
-    /// The questions are asked with the stop where nothing comes between.
+    /// `with`: what goes with the stop where nothing comes between.
     ///
     /// # Errors
     /// Requests do not get done within 10 s, or its processors can't be held: it runs on. QEMU does not say that it has
@@ -107,10 +107,10 @@ impl BackEnds {
         &self,
         qmp: &mut Qmp,
         hold: &mut Option<AskToHold>,
-        questions: &[Question],
+        with: &WithStop,
         limit: Duration,
     ) -> Result<(), GuestError> {
-        let Some(processors) = self.processors() else { return Ok(qmp.stop_and_ask(questions, limit)?) };
+        let Some(processors) = self.processors() else { return Ok(qmp.stop_with(with, limit)?) };
         let hold = match hold {
             Some(hold) => hold,
             None => hold.insert(held::holder(processors.clone())?),

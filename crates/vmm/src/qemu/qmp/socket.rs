@@ -3,6 +3,7 @@
 //! Answers carry the id of their command, so the late answer to a command that timed out is never taken for the
 //! next one's. Lines, and the events that nobody has asked for yet, are bounded.
 mod ahead;
+mod typed;
 
 use std::{
     collections::VecDeque,
@@ -21,7 +22,7 @@ use rustix::net::SendFlags;
 use serde_json::{Map, Value, json};
 use transship_lines::send_with_fds;
 
-use super::{super::holder, COMMAND_WAIT, Carrier, Command, Event, Keeper, QmpError, Question};
+use super::{super::holder, COMMAND_WAIT, Carrier, Command, Event, Keeper, QmpError, Question, WithStop};
 use crate::connecting::{connect, has_hung_up};
 
 /// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
@@ -43,6 +44,8 @@ pub(super) struct Socket {
     pending: Vec<u8>,
     events: VecDeque<Event>,
     asked: Vec<ahead::Asked>,
+    /// What QEMU has read of the next command.
+    typed: Option<typed::Typed>,
     /// The last command whose answer nobody wanted, if it has not come.
     given_away: Option<u64>,
     next_id: u64,
@@ -64,6 +67,7 @@ impl Socket {
             pending: Vec::new(),
             events: VecDeque::new(),
             asked: Vec::new(),
+            typed: None,
             given_away: None,
             next_id: 1,
             answered: None,
@@ -105,24 +109,32 @@ impl Socket {
 
     /// Sends commands together; their numbers. A descriptor goes with the first.
     fn give(&mut self, commands: &[(&str, &Value)], fd: Option<BorrowedFd<'_>>) -> Result<Range<u64>, QmpError> {
-        let first = self.next_id;
-        let mut lines = String::new();
-        for (command, arguments) in commands {
-            let id = self.next_id;
-            self.next_id += 1;
-            // QEMU reads a byte at a time, and its main loop goes round for each: some 5 µs. So nothing that need not
-            // be.
-            let line = match arguments.as_object().is_some_and(Map::is_empty) {
-                true => json!({ "execute": command, "id": id }),
-                false => json!({ "execute": command, "arguments": arguments, "id": id }),
-            };
-            lines.push_str(&line.to_string());
-            lines.push('\n');
-            tracing::debug!(pid = self.pid, command, "qmp");
-        }
         let named = commands.first().map_or("nothing", |(command, _)| command);
+        let (mut lines, mut whole) = (String::new(), commands.iter());
+        let typed = self.end_typed(commands.first().filter(|_| fd.is_none()))?;
+        if typed.is_some() {
+            lines.push_str(typed::END);
+            whole.next();
+        }
+        let first = typed.unwrap_or(self.next_id);
+        for (command, arguments) in whole {
+            lines.push_str(&self.line(command, arguments));
+        }
         self.write(lines.as_bytes(), fd, named)?;
         Ok(first..self.next_id)
+    }
+
+    /// A command with a number of its own.
+    fn line(&mut self, command: &str, arguments: &Value) -> String {
+        let id = self.next_id;
+        self.next_id += 1;
+        tracing::debug!(pid = self.pid, command, "qmp");
+        // QEMU reads a byte at a time, and its main loop goes round for each: some 5 µs. So nothing that need not be.
+        let line = match arguments.as_object().is_some_and(Map::is_empty) {
+            true => json!({ "execute": command, "id": id }),
+            false => json!({ "execute": command, "arguments": arguments, "id": id }),
+        };
+        format!("{line}\n")
     }
 
     /// The result of a command, if the message is its answer. Any other is sorted.
@@ -280,16 +292,20 @@ impl Carrier for Socket {
         Self::forget_answers_to(self, questions);
     }
 
+    fn type_ahead(&mut self, command: &Command) -> Result<bool, QmpError> {
+        Self::type_ahead(self, command).map(|()| true)
+    }
+
     fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
         self.give_all(commands, limit)?.into_iter().try_for_each(|result| result.map(drop))
     }
 
     fn add_fd(&mut self, fd: BorrowedFd<'_>, questions: &[Question], limit: Duration) -> Result<Value, QmpError> {
-        self.give_and_ask("add-fd", Some(fd), questions, limit)
+        self.give_and_ask("add-fd", Some(fd), (questions, None), limit)
     }
 
-    fn stop_and_ask(&mut self, questions: &[Question], limit: Duration) -> Result<(), QmpError> {
-        self.give_and_ask("stop", None, questions, limit).map(drop)
+    fn stop_with(&mut self, with: &WithStop, limit: Duration) -> Result<(), QmpError> {
+        self.give_and_ask("stop", None, (&with.questions, with.next.as_ref()), limit).map(drop)
     }
 
     fn give_away(&mut self, command: &'static str, arguments: Value, _limit: Duration) -> Result<(), QmpError> {

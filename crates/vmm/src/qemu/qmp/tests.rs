@@ -84,24 +84,78 @@ fn a_descriptor_is_handed_over_with_questions_behind_it() {
     }
 }
 
-/// What was asked with a stop that was refused says nothing: it is asked again.
+/// What was asked with a stop that was refused says nothing: it is asked again, and what was typed is withdrawn.
 #[test]
-fn a_guest_is_stopped_with_questions_behind_it() {
+fn a_guest_is_stopped_with_questions_and_a_command_behind_it() {
     const YES: &str = r#"{"return": {}, "id": ID}"#;
     const NO: &str = r#"{"error": {"desc": "no"}, "id": ID}"#;
     for (stopped, is_stopped) in [(YES, true), (NO, false)] {
-        let early = r#"{"return": "early", "id": ID}"#;
-        let (_dir, path, heard) = overheard(GREETING, &[stopped, early, r#"{"return": "late", "id": ID}"#]);
+        let [early, typed, late] = ["early", "typed", "late"].map(|it| format!(r#"{{"return": "{it}", "id": ID}}"#));
+        let (_dir, path, heard) = overheard(GREETING, &[stopped, &early, &typed, &late]);
         let mut qmp = Qmp::connect(&path).unwrap();
-        let result = qmp.stop_and_ask(&[("first", json!({}))], COMMAND_WAIT);
-        let [_, stop, first] = [0; 3].map(|_| heard.recv().unwrap());
-        assert_eq!([stop, first].map(|it| it["execute"].clone()), ["stop", "first"]);
-        match result {
+        let with = WithStop { questions: vec![("first", json!({}))], next: Some(("second", json!({}))) };
+        match qmp.stop_with(&with, COMMAND_WAIT) {
             Ok(()) => assert!(is_stopped),
             Err(QmpError::Refused { command, .. }) => assert!(!is_stopped && command == "stop"),
             other => panic!("{other:?}"),
         }
         assert_eq!(qmp.execute("first", json!({})).unwrap(), if is_stopped { "early" } else { "late" });
+        if is_stopped {
+            assert_eq!(qmp.execute("second", json!({})).unwrap(), "typed");
+        }
+        let [_, stop, first, second] = [0; 4].map(|_| heard.recv().unwrap());
+        assert_eq!([stop, first].map(|it| it["execute"].clone()), ["stop", "first"]);
+        assert_eq!((&second["execute"], second.get("withdrawn").is_none()), (&json!("second"), is_stopped));
+    }
+}
+
+/// A command goes in two pieces, also as the first of several, and is one command to QEMU.
+#[test]
+fn a_command_that_was_typed_ahead_is_given_by_its_end() {
+    let yes = r#"{"return": {}, "id": ID}"#;
+    let (_dir, path, heard) = overheard(GREETING, &[r#"{"return": {"right": 1}, "id": ID}"#, yes, yes]);
+    let mut qmp = Qmp::connect(&path).unwrap();
+    heard.recv().unwrap();
+    let command = ("first", json!({ "of": { "many": 1 } }));
+    assert!(qmp.type_ahead(&command).unwrap());
+    assert!(heard.recv_timeout(Duration::from_millis(20)).is_err(), "it is not given yet");
+    assert_eq!(qmp.execute(command.0, command.1.clone()).unwrap(), json!({ "right": 1 }));
+    qmp.type_ahead(&command).unwrap();
+    qmp.execute_all(&[command.clone(), ("second", json!({}))]).unwrap();
+    let [alone, first, second] = [0; 3].map(|_| heard.recv().unwrap());
+    for whole in [alone, first] {
+        assert_eq!(whole, json!({ "execute": "first", "arguments": command.1, "id": whole["id"] }));
+    }
+    assert_eq!(second["execute"], "second");
+}
+
+/// QEMU refuses it then, whichever it is, and what it says to that is not taken for the answer to another.
+#[test]
+fn a_command_that_was_typed_ahead_is_withdrawn_by_any_other() {
+    const NO: &str = r#"{"error": {"class": "GenericError", "desc": "member 'withdrawn' is unexpected"}, "id": ID}"#;
+    const YES: &str = r#"{"return": {"right": 1}, "id": ID}"#;
+    let file = tempfile::tempfile().unwrap();
+    let others: [fn(&mut Qmp, BorrowedFd<'_>); 4] = [
+        |qmp, _| drop(qmp.execute("other", json!({ "of": 1 })).unwrap()),
+        |qmp, _| drop(qmp.execute("typed", json!({ "of": 2 })).unwrap()),
+        |qmp, _| qmp.ask_ahead(&[("other", json!({}))]).unwrap(),
+        |qmp, file| qmp.send_fd("typed", file).unwrap(),
+    ];
+    for other in others {
+        let (_dir, path, heard) = overheard(GREETING, &[NO, YES, NO, YES]);
+        let mut qmp = Qmp::connect(&path).unwrap();
+        heard.recv().unwrap();
+        qmp.type_ahead(&("typed", json!({ "of": 1 }))).unwrap();
+        other(&mut qmp, file.as_fd());
+        let [withdrawn, given] = [0; 2].map(|_| heard.recv().unwrap());
+        assert_eq!(withdrawn["withdrawn"], true, "{withdrawn}");
+        assert!(given.get("withdrawn").is_none() && given["id"] != withdrawn["id"], "{given}");
+        // One that is typed behind another withdraws that.
+        qmp.type_ahead(&("typed", json!({ "of": 1 }))).unwrap();
+        qmp.type_ahead(&("typed", json!({ "of": 2 }))).unwrap();
+        assert_eq!(qmp.execute("typed", json!({ "of": 2 })).unwrap(), json!({ "right": 1 }));
+        let [withdrawn, given] = [0; 2].map(|_| heard.recv().unwrap());
+        assert_eq!((&withdrawn["withdrawn"], &given["arguments"]), (&json!(true), &json!({ "of": 2 })));
     }
 }
 

@@ -9,10 +9,11 @@ use transship_guest::{GuestError, StateFormat};
 use transship_wire::GuestDescription;
 
 use crate::qemu::{
+    blocks::RamBlock,
     checks,
     device_state::{DeviceState, Disks},
     given_away, machine,
-    qmp::{Keeper, Qmp, Question},
+    qmp::{Keeper, Qmp, WithStop},
     saving::Saving,
 };
 
@@ -74,32 +75,38 @@ impl Departure {
         self.stays_stopped = true;
     }
 
-    /// Does what can be done while the guest still runs.
-    pub(super) fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+    /// Does what can be done while the guest still runs. `known`: the blocks of memory as they are now, if it is looked
+    /// at after the stop whether they are still the same.
+    pub(super) fn prepare(&mut self, qmp: &mut Qmp, known: Option<&[RamBlock]>) -> Result<(), GuestError> {
         match &mut self.device_state {
             None => self.saving.prepare(qmp),
-            Some(device_state) if may_go_with_stop(self.at_once, qmp) => device_state.prepare(qmp),
+            Some(device_state) if may_go_with_stop(self.at_once, qmp) => device_state.prepare(qmp, known),
             Some(_) => Ok(()),
         }
     }
 
-    /// What is to be asked with the stop, if its answers are good for the state that is saved right behind it.
-    pub(super) fn questions_at_stop(&self, qmp: &Qmp) -> Vec<Question> {
-        match self.is_without_migration() && may_go_with_stop(self.at_once, qmp) {
-            true => DeviceState::questions().to_vec(),
-            false => Vec::new(),
+    /// What QEMU is told with the stop, if that is good for the state that is saved right behind it.
+    pub(super) fn with_stop(&self, qmp: &Qmp) -> WithStop {
+        match &self.device_state {
+            Some(device_state) if may_go_with_stop(self.at_once, qmp) => device_state.with_stop(self.disks(qmp)),
+            _ => WithStop::default(),
         }
+    }
+
+    /// What becomes of the guest's disks when its state is saved.
+    fn disks(&self, qmp: &Qmp) -> Disks {
+        let stays = self.stays || self.stays_stopped || qmp.keeper() == Keeper::Libvirt;
+        if stays { Disks::Kept } else { Disks::Released }
     }
 
     /// Has QEMU save the state of a guest that stands still.
     pub(super) fn save(&mut self, qmp: &mut Qmp) -> Result<Box<dyn Read + Send>, GuestError> {
+        let disks = self.disks(qmp);
         let Some(device_state) = &mut self.device_state else {
             let before = machine::run_state(qmp)?;
             machine::stands(&before)?;
             return self.saving.begin(qmp, self.stays_stopped, before);
         };
-        let stays = self.stays || self.stays_stopped || qmp.keeper() == Keeper::Libvirt;
-        let disks = if stays { Disks::Kept } else { Disks::Released };
         // Also if it fails.
         self.has_released_disks = disks == Disks::Released;
         let state = device_state.save(qmp, disks, may_go_with_stop(self.at_once, qmp))?;

@@ -63,9 +63,8 @@ impl QemuSource {
     fn check_blocks_unchanged(&mut self, before: &[RamBlock]) -> Result<(), GuestError> {
         self.back_ends.check_unchanged(&self.backends)?;
         let now = blocks::list(&mut self.qmp)?;
-        let is_same = now.len() == before.len() && now.iter().zip(before).all(|(now, before)| now.is(before));
         let moved = has_moved(&mut self.qmp, &self.backends, self.tracked.as_deref())?;
-        if is_same && !moved { Ok(()) } else { Err(changed()) }
+        if now == before && !moved { Ok(()) } else { Err(changed()) }
     }
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.

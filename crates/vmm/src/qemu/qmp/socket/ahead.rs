@@ -100,6 +100,7 @@ impl Socket {
     }
 
     /// Gives a command without arguments, with a descriptor if it needs one, and asks these behind it. Its answer.
+    /// `next`: what is typed behind the questions.
     ///
     /// # Errors
     /// As [`Socket::ask_ahead`]; or QEMU refuses the command. Then nothing was asked that counts.
@@ -107,7 +108,7 @@ impl Socket {
         &mut self,
         command: &'static str,
         fd: Option<BorrowedFd<'_>>,
-        questions: &[Question],
+        (questions, next): (&[Question], Option<&Command>),
         limit: Duration,
     ) -> Result<Value, QmpError> {
         let none = json!({});
@@ -116,6 +117,7 @@ impl Socket {
         let mut ids = self.give(&all, fd)?;
         let first = ids.next();
         self.await_later(ids, &all[1..]);
+        next.map_or(Ok(()), |next| self.type_ahead(next))?;
         let deadline = Instant::now() + limit;
         let answer = first.map_or(Ok(Value::Null), |id| self.await_answer(id, command, deadline, limit));
         match answer {
