@@ -11,14 +11,14 @@ use std::{
 
 use rustix::fs::OFlags;
 use serde::Serialize;
+use transship_memory::{PAGE_BYTES, PageBuffer};
 
 use crate::units::millis;
 
-/// Each request, and how many are under way at once: where this is not enough for a disk, a snapshot's are not either.
-pub(super) const REQUEST_BYTES: usize = 1 << 20;
+/// Each request, on a huge page, and how many are under way at once: where this is not enough for a disk, a snapshot's
+/// are not either.
+pub(super) const REQUEST_BYTES: usize = 2 << 20;
 pub(super) const REQUESTS: usize = 8;
-/// What direct I/O asks of memory and offsets, on every disk that we know.
-const ALIGNMENT: usize = 4096;
 
 /// The disk's turn.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -56,7 +56,7 @@ fn write_and_read(path: &Path, bytes: u64) -> io::Result<DiskRun> {
         file.set_len(bytes)?;
         in_requests(bytes, |buffer, offset| {
             // No two pages are equal, for disks that would notice.
-            buffer.chunks_exact_mut(ALIGNMENT).zip(offset..).for_each(|(page, tag)| {
+            buffer.chunks_exact_mut(PAGE_BYTES).zip(offset..).for_each(|(page, tag)| {
                 page[..8].copy_from_slice(&tag.to_le_bytes());
             });
             file.write_all_at(buffer, offset)
@@ -84,8 +84,8 @@ fn timed(work: impl FnOnce() -> io::Result<()>) -> io::Result<Duration> {
 fn in_requests(bytes: u64, once: impl Fn(&mut [u8], u64) -> io::Result<()> + Sync) -> io::Result<()> {
     let next = AtomicU64::new(0);
     let work = || {
-        let mut memory = noise(REQUEST_BYTES + ALIGNMENT);
-        let begin = memory.as_ptr().align_offset(ALIGNMENT);
+        let mut memory = PageBuffer::new(REQUEST_BYTES / PAGE_BYTES);
+        fill(memory.bytes_mut());
         loop {
             // A counter: nothing else is published by it.
             let offset = next.fetch_add(REQUEST_BYTES as u64, Relaxed);
@@ -93,7 +93,7 @@ fn in_requests(bytes: u64, once: impl Fn(&mut [u8], u64) -> io::Result<()> + Syn
             if length == 0 {
                 return Ok(());
             }
-            once(&mut memory[begin..begin + length], offset)?;
+            once(&mut memory.bytes_mut()[..length], offset)?;
         }
     };
     thread::scope(|scope| {
@@ -107,16 +107,15 @@ fn in_requests(bytes: u64, once: impl Fn(&mut [u8], u64) -> io::Result<()> + Syn
     })
 }
 
-/// Bytes that no disk makes smaller.
-fn noise(bytes: usize) -> Vec<u8> {
+/// With what no disk makes smaller.
+fn fill(bytes: &mut [u8]) {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut next = || {
+    bytes.fill_with(|| {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
         (state >> 32) as u8
-    };
-    std::iter::repeat_with(&mut next).take(bytes).collect()
+    });
 }
 
 #[cfg(test)]
@@ -130,7 +129,7 @@ mod tests {
         let bytes = 5 * REQUEST_BYTES as u64 + 8192;
         let seen = Mutex::new(Vec::new());
         in_requests(bytes, |buffer, offset| {
-            assert_eq!(buffer.as_ptr().align_offset(ALIGNMENT), 0);
+            assert_eq!(buffer.as_ptr().align_offset(PAGE_BYTES), 0);
             seen.lock().unwrap().push((offset, buffer.len() as u64));
             Ok(())
         })
@@ -147,7 +146,7 @@ mod tests {
     #[test]
     fn an_error_of_one_request_is_an_error() {
         let error = in_requests(8 << 20, |_, offset| match offset {
-            0x30_0000 => Err(io::Error::other("bad block")),
+            0x40_0000 => Err(io::Error::other("bad block")),
             _ => Ok(()),
         });
         assert_eq!(error.unwrap_err().to_string(), "bad block");

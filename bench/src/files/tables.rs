@@ -213,7 +213,7 @@ mod tests {
         );
         assert_eq!(
             line(saves, "- direct I/O"),
-            "- direct I/O, 8 x 1 MiB the disk written 960 (960) 1042 254312 - - 954 MiB 954 MiB"
+            "- direct I/O, 8 x 2 MiB the disk written 960 (960) 1042 254312 - - 954 MiB 954 MiB"
         );
         assert!(line(saves, "background mapped, 4 channels, direct I/O transship").ends_with("3.57"), "by QEMU's file");
         assert_eq!(
