@@ -1,4 +1,4 @@
-//! How many pages of a file of a tmpfs hold something: those in memory, and those in swap.
+//! How many pages of a file are in memory. Those of a tmpfs that hold something are there, or in swap.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -25,19 +25,29 @@ struct Counts {
     recently_evicted: u64,
 }
 
-/// How many pages of the range are in memory or were swapped out: bytes of the file, both ends multiples of the page
-/// size. It costs a look at these pages alone, where SEEK_HOLE looks at all pages up to the next hole, wherever that
-/// is. None: the kernel does not say.
+/// How many pages of the range of a tmpfs's file are in memory or were swapped out: bytes of the file, both ends
+/// multiples of the page size. It costs a look at these pages alone, where SEEK_HOLE looks at all pages up to the next
+/// hole, wherever that is. None: the kernel does not say.
 pub(crate) fn pages(file: BorrowedFd<'_>, range: ByteRange) -> Option<PageCount> {
+    counts(file, range).map(|counts| PageCount::new(counts.cached + counts.evicted))
+}
+
+/// How many pages of the range of any file are in the page cache: bytes of the file, both ends multiples of the page
+/// size. Reads nothing. None: the kernel does not say, as before Linux 6.5.
+pub fn cached_pages(file: BorrowedFd<'_>, range: ByteRange) -> Option<PageCount> {
+    counts(file, range).map(|counts| PageCount::new(counts.cached))
+}
+
+fn counts(file: BorrowedFd<'_>, range: ByteRange) -> Option<Counts> {
+    let mut counts = Counts::default();
     if range.is_empty() {
-        return Some(PageCount::ZERO);
+        return Some(counts);
     }
     let range = Range { offset: range.start, bytes: range.len() };
-    let mut counts = Counts::default();
     // SAFETY: both are of the kernel's layout and live until the call returns; it reads the first and writes the
     // second. The descriptor is borrowed.
     let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut counts, 0_u32) };
-    (result == 0).then_some(PageCount::new(counts.cached + counts.evicted))
+    (result == 0).then_some(counts)
 }
 
 #[cfg(test)]
@@ -70,6 +80,8 @@ mod tests {
             4096,
         )
         .unwrap();
-        assert_eq!(pages(file.as_fd(), ByteRange::sized(3 * 4096, 2 * 4096)), Some(PageCount::ONE));
+        for count in [pages, cached_pages] {
+            assert_eq!(count(file.as_fd(), ByteRange::sized(3 * 4096, 2 * 4096)), Some(PageCount::ONE));
+        }
     }
 }

@@ -66,6 +66,7 @@ mod zero;
 
 pub use area::Area;
 pub use byte_range::ByteRange;
+pub use cached::cached_pages;
 pub use claims::Claims;
 pub use clear::Keep;
 pub use count::PageCount;

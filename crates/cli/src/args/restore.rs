@@ -59,7 +59,8 @@ pub(crate) struct RestoreArgs {
     /// Read past the page cache: on, off or auto
     ///
     /// `auto`: where the file system allows it; elsewhere through the page cache. `on` (also without a value): it is an
-    /// error if the file system refuses. A stream is always read through the page cache.
+    /// error if the file system refuses. With `auto`, a stream that is in the page cache is read from there. One that
+    /// is compressed or encrypted, or comes from a pipe, always goes through it.
     #[arg(long, value_name = "WHETHER", default_value = "auto", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
     pub(crate) direct_io: String,
     /// How to ask the kernel to read: auto, uring or plain

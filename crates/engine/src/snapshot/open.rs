@@ -7,7 +7,7 @@ use transship_wire::qemu::{Block, Command, Configuration, Geometry, GlobalState,
 
 use super::{
     DirectIo, FilePlace, FileUri,
-    file::origin::{Origin, no_direct},
+    file::origin::Origin,
     image::opened::Image,
     save_image::{self, Begun},
 };
@@ -113,8 +113,8 @@ pub(crate) fn read(origin: Origin, identities: Option<&Identities>) -> Result<Op
     if !configuration.mapped_ram {
         let blocks = records.reader().blocks().to_vec();
         let Head { refusal, ram_section, .. } = head;
-        // Its pages have no places that a disk could be asked for.
-        let origin = Origin { direct: None, ..origin };
+        let direct = origin.direct.filter(|_| records.are_of_a_file());
+        let origin = Origin { direct, ..origin };
         let stream = Stream { origin, configuration, ram_section, blocks, refusal, records };
         return Ok(Opened::Stream(Box::new(stream)));
     }
@@ -291,21 +291,6 @@ impl Snapshot {
     /// The block whose pages are not in the file, if there is one.
     pub(crate) fn left_out(&self) -> Option<&Block> {
         self.blocks.iter().find(|block| block.mapped == Some(Mapped::Ignored))
-    }
-
-    /// Makes sure that pages can be read past the page cache if that was wished, by reading one: `at` is where it is.
-    /// Where the wish was only for what is possible, goes on without.
-    pub(crate) fn settle_direct_io(&mut self, wish: DirectIo, at: Option<u64>) -> Result<(), Error> {
-        let Some(at) = at else { return Ok(()) };
-        match self.origin.can_read_directly(at) {
-            Ok(()) => Ok(()),
-            Err(why) if wish == DirectIo::Auto => {
-                self.origin.direct = None;
-                self.origin.refused = Some(why.to_string());
-                Ok(())
-            }
-            Err(why) => Err(no_direct(&self.origin.name, why)),
-        }
     }
 
     /// What the device sections say of the guest's running; none: they don't say.

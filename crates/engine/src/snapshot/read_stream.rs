@@ -1,10 +1,16 @@
 //! A plain stream, read into a store: from its first page to its end.
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
-use super::open::{LEFT_OUT, Stream, needs_source};
+use transship_memory::PAGE;
+
+use super::{
+    DirectIo,
+    open::{LEFT_OUT, Stream, needs_source},
+};
 use crate::{
     Error, Misfit, Progress,
     stream::{
+        ahead::Ahead,
         feed::{Feed, Flow},
         store::{Counts, Store},
         tail::check_tail,
@@ -33,6 +39,25 @@ impl Stream {
         }
         if self.configuration.ignore_shared {
             return Err(misfit(Misfit::LeftOut, &self.origin.name, LEFT_OUT));
+        }
+        Ok(())
+    }
+
+    /// Makes up how the rest is read: by a thread of its own past the page cache, if that was wished and can be. Where
+    /// the wish was only for what is possible, not if it is in the page cache.
+    ///
+    /// # Errors
+    /// It was wished by all means; there can be no thread.
+    pub(super) fn settle_direct_io(&mut self, wish: DirectIo) -> Result<(), Error> {
+        if wish == DirectIo::Auto && self.origin.is_in_page_cache() {
+            self.origin.direct = None;
+        }
+        let at = self.records.unread();
+        self.origin.settle_direct_io(wish, at - at % PAGE)?;
+        if let Some(direct) = &self.origin.direct {
+            let ahead = Ahead::start(Arc::clone(direct), at);
+            let failed = |source| Error::Io { what: format!("read {} ahead", self.origin.name), source };
+            self.records.go_on_with(Box::new(ahead.map_err(failed)?));
         }
         Ok(())
     }

@@ -1,12 +1,14 @@
 //! QEMU's stream, taken apart and put together again, wherever it comes from and goes to: a file, a connection, a VMM.
 //!
-//! - `whence`: where bytes come from, for what is said about them; `records`: they are read, and checked
+//! - `whence`: where bytes come from, for what is said about them; `records`: they are read, `ahead` if that is
+//!   quicker, and checked
 //! - `feed`: records on their way into a `store`; `guest_store`: the one that is a waiting guest
 //! - `fit`: whether what comes is the waiting guest's; `tail`: what follows its memory
 //! - `regions`: the guest's memory as a stream names it; `state`: the part that is the VMM's, taken apart; `opaque`:
 //!   that of a VMM that is no QEMU
 //! - `recompose`: put together for the VMM that loads it, read in `pieces`; `standing`: so that it runs no guest by
 //!   itself
+pub(crate) mod ahead;
 pub(crate) mod feed;
 pub(crate) mod fit;
 pub(crate) mod guest_store;

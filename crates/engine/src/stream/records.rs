@@ -82,6 +82,21 @@ impl Records {
         matches!(self.input, Input::Encrypted { .. })
     }
 
+    /// Whether the bytes are those of a file as they are in it.
+    pub(crate) fn are_of_a_file(&self) -> bool {
+        matches!(self.input, Input::File(_))
+    }
+
+    /// Where in the file the next byte is that was not read.
+    pub(crate) fn unread(&self) -> u64 {
+        self.at + (self.end - self.used) as u64
+    }
+
+    /// Goes on with what `rest` gives, which begins with the first byte that was not read.
+    pub(crate) fn go_on_with(&mut self, rest: Box<dyn Read + Send>) {
+        self.input = Input::Pipe { pipe: rest, position: self.unread() };
+    }
+
     /// What has been read so far.
     pub(crate) fn reader(&self) -> &StreamReader {
         &self.reader

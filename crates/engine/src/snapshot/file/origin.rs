@@ -2,14 +2,16 @@
 use std::{
     fmt::Display,
     fs::{File, OpenOptions},
-    io,
-    os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+    os::{
+        fd::AsFd,
+        unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+    },
     path::Path,
     sync::Arc,
 };
 
 use rustix::fs::OFlags;
-use transship_memory::{PageBuffer, PageCount};
+use transship_memory::{ByteRange, PAGE, PageBuffer, PageCount, cached_pages};
 
 use super::descriptors::{self, Purpose};
 use crate::{
@@ -17,6 +19,9 @@ use crate::{
     snapshot::{DirectIo, FilePlace, FileUri, Format, save_image::SaveImage},
     stream::whence::{misfit, wrong},
 };
+
+/// Places of a file that are looked for in the page cache.
+const LOOKS: u64 = 16;
 
 /// An open snapshot.
 #[derive(Clone)]
@@ -86,11 +91,32 @@ impl Origin {
         self.file.read_exact_at(into, at).map_err(failed)
     }
 
-    /// Whether direct I/O really works for a page at this place, which holds one. Some file systems only say so when
-    /// they are asked to read.
-    pub(crate) fn can_read_directly(&self, at: u64) -> io::Result<()> {
+    /// Makes sure that pages can be read past the page cache if that was wished, by reading one: `at` is where it is.
+    /// Some file systems only then say that they can't. Where the wish was only for what is possible, goes on without.
+    ///
+    /// # Errors
+    /// It was wished by all means.
+    pub(crate) fn settle_direct_io(&mut self, wish: DirectIo, at: u64) -> Result<(), Error> {
         let Some(direct) = &self.direct else { return Ok(()) };
-        direct.read_exact_at(PageBuffer::new(1).bytes_mut(), at)
+        match direct.read_at(PageBuffer::new(1).bytes_mut(), at) {
+            Ok(_) => Ok(()),
+            Err(why) if wish == DirectIo::Auto => {
+                self.direct = None;
+                self.refused = Some(why.to_string());
+                Ok(())
+            }
+            Err(why) => Err(no_direct(&self.name, why)),
+        }
+    }
+
+    /// Whether the file is in the page cache, as it is right after it was written: looks in some places.
+    pub(crate) fn is_in_page_cache(&self) -> bool {
+        let pages = PageCount::within(self.bytes.unwrap_or(0));
+        let is_there = |look| {
+            let page = ByteRange::sized(pages.get() * look / LOOKS * PAGE, PAGE);
+            cached_pages(self.file.as_fd(), page).is_some_and(|cached| !cached.is_zero())
+        };
+        !pages.is_zero() && (0..LOOKS).all(is_there)
     }
 
     /// What a report says of the file. `stored`: pages of the guest in it.

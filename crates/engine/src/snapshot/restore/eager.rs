@@ -21,7 +21,9 @@ use crate::{
 /// Restores from a file whose pages have their places.
 pub(super) fn restore(restore: &mut Restore<'_>, mut snapshot: Snapshot) -> Result<(), Error> {
     let plan = RestorePlan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
-    snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
+    if let Some(at) = plan.any_page() {
+        snapshot.origin.settle_direct_io(restore.options.direct_io, at)?;
+    }
     clear_what_is_not_stored(&restore.guest.memory(), &plan.sources)?;
     restore.report.setup_ms = restore.elapsed_ms();
     let report = snapshot.origin.report(Format::MappedRam, plan.stored_pages());

@@ -38,7 +38,9 @@ pub(super) fn restore(
     stand_in: &mut dyn StandIn,
 ) -> Result<(), Error> {
     let plan = RestorePlan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
-    snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
+    if let Some(at) = plan.any_page() {
+        snapshot.origin.settle_direct_io(restore.options.direct_io, at)?;
+    }
     let origin = snapshot.origin.clone();
     restore_from(restore, &snapshot, plan, &origin, stand_in)
 }

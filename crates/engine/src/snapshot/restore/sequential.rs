@@ -19,8 +19,9 @@ use crate::{
 };
 
 /// Restores from a stream that has been read up to its pages.
-pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), Error> {
+pub(super) fn restore(restore: &mut Restore<'_>, mut stream: Stream) -> Result<(), Error> {
     stream.check_whole()?;
+    stream.settle_direct_io(restore.options.direct_io)?;
     let (origin, configuration) = (stream.origin.clone(), stream.configuration.clone());
     let (name, blocks) = (&origin.name, &stream.blocks);
     let (guest, format) = (restore.guest.description(), restore.guest.state_format());
