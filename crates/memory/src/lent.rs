@@ -12,14 +12,16 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
 };
 
-use rustix::{
-    fs::{FileType, Mode, OFlags},
-    io::Errno,
-};
+use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::{
-    Error, Flaw, GuestMemory, PAGE, Region, WindowBuffer, read::places, receive::Origin, region::Held, shared::Backing,
-    window::WindowPages, zero,
+    Error, Flaw, GuestMemory, PAGE, Region, WindowBuffer,
+    read::{places, read_file},
+    receive::Origin,
+    region::Held,
+    shared::Backing,
+    window::WindowPages,
+    zero,
 };
 
 /// A file that has the memory of a region.
@@ -137,20 +139,7 @@ impl LentFile {
         Ok(())
     }
 
-    fn read(&self, wanted: WindowPages, mut into: &mut [u8]) -> io::Result<()> {
-        for run in wanted.runs() {
-            let (mut now, later) = into.split_at_mut(run.bytes() as usize);
-            let mut at = self.offset.saturating_add(run.first.offset());
-            while !now.is_empty() {
-                match rustix::io::pread(&self.file, &mut *now, at) {
-                    Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                    Ok(read) => (now, at) = (&mut now[read..], at + read as u64),
-                    Err(Errno::INTR) => {}
-                    Err(error) => return Err(error.into()),
-                }
-            }
-            into = later;
-        }
-        Ok(())
+    fn read(&self, wanted: WindowPages, into: &mut [u8]) -> io::Result<()> {
+        read_file(self.file.as_fd(), self.offset, wanted, into)
     }
 }

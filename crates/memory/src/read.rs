@@ -5,13 +5,15 @@
 //!   shared files ───► left in the mapping, looked at ─► copied and encoded, or sent
 //! ```
 //!
-//! A page of a file could be copied as well (pread), and would then not be mapped. Timed in moves of 512 MiB, that
-//! takes as much CPU time: the page is copied twice on its way to the socket, and that costs what the mapping does.
-use std::{io, mem, ops::Range};
+//! A page of a file can be copied as well (pread), and is then not mapped. Timed in moves of 512 MiB, that takes as
+//! much CPU time: the page is copied twice on its way to the socket, and that costs what the mapping does. Where it is
+//! copied anyway, it takes less ([`Region::copy_window`]).
+use std::{io, mem, ops::Range, os::fd::BorrowedFd};
+
+use rustix::io::Errno;
 
 use crate::{
     Error, PAGE_BYTES, Region, WINDOW_PAGES,
-    private::Private,
     region::Held,
     shared::Shared,
     slots::Slot,
@@ -100,20 +102,35 @@ impl Region {
         look_for_zeros: bool,
         buffer: &'a mut WindowBuffer,
     ) -> Result<WindowRead<'a>, Error> {
+        let Held::Shared(shared) = &self.held else { return self.copy_window(wanted, look_for_zeros, buffer) };
         self.check_window(wanted)?;
         buffer.filled = 0;
-        let (zero, mapped) = match &self.held {
-            Held::Shared(shared) => {
-                // Run by run: reading between them might make pages in holes.
-                wanted.runs().for_each(|run| shared.populate_read(run));
-                (if look_for_zeros { shared.zero_mask(wanted) } else { 0 }, Some(shared))
-            }
-            Held::Private(private) => {
-                let zero = copy_window(private, wanted, look_for_zeros, buffer.room());
-                (zero.map_err(|source| self.unread(source))?, None)
-            }
+        // Run by run: reading between them might make pages in holes.
+        wanted.runs().for_each(|run| shared.populate_read(run));
+        let zero = if look_for_zeros { shared.zero_mask(wanted) } else { 0 };
+        Ok(WindowRead { present: wanted.without(zero), zero, buffer, mapped: Some(shared) })
+    }
+
+    /// The same for whoever needs a copy of all pages: none is mapped.
+    ///
+    /// # Errors
+    /// OutOfRange; the system's own.
+    pub fn copy_window<'a>(
+        &'a self,
+        wanted: WindowPages,
+        look_for_zeros: bool,
+        buffer: &'a mut WindowBuffer,
+    ) -> Result<WindowRead<'a>, Error> {
+        self.check_window(wanted)?;
+        buffer.filled = 0;
+        let copied = &mut buffer.room()[..wanted.bytes() as usize];
+        let read = match &self.held {
+            Held::Shared(shared) => read_file(shared.file(), shared.file_offset(), wanted, copied),
+            Held::Private(private) => private.read_into(wanted, copied),
         };
-        Ok(WindowRead { present: wanted.without(zero), zero, buffer, mapped })
+        read.map_err(|source| self.unread(source))?;
+        let zero = leave_out_zeros(wanted, look_for_zeros, copied);
+        Ok(WindowRead { present: wanted.without(zero), zero, buffer, mapped: None })
     }
 }
 
@@ -188,11 +205,9 @@ impl<'a> WindowRead<'a> {
     }
 }
 
-/// Copies the pages to `room`, but for those that are found to be zero: which these are.
-fn copy_window(private: &Private, wanted: WindowPages, look_for_zeros: bool, room: &mut [u8]) -> io::Result<u128> {
-    let copied = &mut room[..wanted.bytes() as usize];
-    private.read_into(wanted, copied)?;
-    let zero = if look_for_zeros { zero::mask(wanted, copied) } else { 0 };
+/// Closes up the pages but for those that are found to be zero: which these are.
+fn leave_out_zeros(wanted: WindowPages, look: bool, copied: &mut [u8]) -> u128 {
+    let zero = if look { zero::mask(wanted, copied) } else { 0 };
     let mut end = 0;
     for place in places(wanted, wanted.without(zero)) {
         let len = place.len();
@@ -201,7 +216,25 @@ fn copy_window(private: &Private, wanted: WindowPages, look_for_zeros: bool, roo
         }
         end += len;
     }
-    Ok(zero)
+    zero
+}
+
+/// Reads pages of a region from a file in which it begins at byte `begin`, one behind the other.
+pub(crate) fn read_file(file: BorrowedFd<'_>, begin: u64, wanted: WindowPages, mut into: &mut [u8]) -> io::Result<()> {
+    for run in wanted.runs() {
+        let (mut now, later) = into.split_at_mut(run.bytes() as usize);
+        let mut at = begin.saturating_add(run.first.offset());
+        while !now.is_empty() {
+            match rustix::io::pread(file, &mut *now, at) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => (now, at) = (&mut now[read..], at + read as u64),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        into = later;
+    }
+    Ok(())
 }
 
 /// Where some of the pages are among the bytes of all, run by run.

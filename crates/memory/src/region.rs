@@ -310,8 +310,8 @@ impl Region {
         }
     }
 
-    /// Whether write(2) does nothing on its file, as on a hugetlbfs.
-    pub(crate) fn is_huge_file(&self) -> bool {
+    /// Whether it is a file of a hugetlbfs: all of it is on huge pages, and write(2) does nothing there.
+    pub fn is_huge_file(&self) -> bool {
         matches!(&self.held, Held::Shared(shared) if shared.is_hugetlb())
     }
 

@@ -8,8 +8,8 @@ fn the_two_ends_of_a_link_reach_each_other_and_only_each_other() {
     let link = SlowLink::new(100).unwrap();
     let listen = on(&link.destination(), "socat -u TCP-LISTEN:7000,bind=192.0.2.2 STDOUT");
     let mut listener = Process::start(listen).unwrap();
-    // `retry`: the listener may need a moment. Without a child of socat's: if one ends while socat connects, it gives up
-    // that connection, which may be there by then and is the only one that the listener takes.
+    // `retry`: the listener may need a moment. Without a child of socat's: if one ends while socat connects, it gives
+    // up that connection, which may be there by then and is the only one that the listener takes.
     let say = on(&link.source(), "socat -u OPEN:/proc/sys/kernel/hostname TCP:192.0.2.2:7000,retry=1000,interval=0.05");
     let mut say = Process::start(say).unwrap();
     let said = say.wait(PATIENCE).unwrap();

@@ -54,7 +54,7 @@ pub(crate) fn page_of(number: u64) -> Vec<u8> {
     (0..PAGE).map(|at| (number.wrapping_mul(37) + at % 251) as u8 | 1).collect()
 }
 
-/// What is read of a window is what its pages hold one by one, with and without a look for zeros.
+/// What is read of a window, or copied, is what its pages hold one by one, with and without a look for zeros.
 pub(crate) fn is_read_as_it_is(region: &Region, wanted: WindowPages) {
     let page = |number: PageNumber| {
         let mut page = vec![0; PAGE_BYTES];
@@ -65,10 +65,14 @@ pub(crate) fn is_read_as_it_is(region: &Region, wanted: WindowPages) {
     let is_zero = |number: &PageNumber| page(*number).iter().all(|&byte| byte == 0);
     let zero = wanted.iter().filter(is_zero).fold(0, |mask, page| mask | 1 << page.since(wanted.first).get());
     let mut buffer = WindowBuffer::default();
-    // The second finds what the first has left in the buffer.
-    for (look, zero) in [(false, 0), (true, zero), (true, zero)] {
+    // Each finds what the one before has left in the buffer.
+    for (look, zero, copies) in [(false, 0, false), (true, zero, false), (true, zero, true), (false, 0, true)] {
         let present = wanted.without(zero);
-        let read = region.read_window(wanted, look, &mut buffer).unwrap();
+        let read = match copies {
+            true => region.copy_window(wanted, look, &mut buffer),
+            false => region.read_window(wanted, look, &mut buffer),
+        };
+        let read = read.unwrap();
         assert_eq!((read.zero_mask(), read.present()), (zero, present), "{wanted:?}");
         for part in [present, present.with(present.mask & 0xf0f0_5555_0000_ffff_8001_7ffe_3333_0ff0)] {
             let mut out = vec![1];

@@ -3,19 +3,24 @@ use std::{io, os::fd::OwnedFd};
 
 use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, Turns};
 
-use super::target::{DEPTH, Target};
+use super::target::Target;
 use crate::Error;
 
 /// A queue for each file, by its number.
 pub(crate) struct Queues(Vec<FileQueue>);
 
 impl Queues {
-    /// Queues on these descriptors, whose files others write as well; they have the same `turns`.
+    /// Queues of `depth` requests on these descriptors, whose files others write as well; they have the same `turns`.
     ///
     /// # Errors
     /// See [`FileQueue::new`].
-    pub(crate) fn new(memory: &GuestMemory, files: Vec<OwnedFd>, how: FileIo, turns: &Turns) -> io::Result<Self> {
-        let queue = |file| Ok(FileQueue::new(memory.clone(), file, DEPTH, how)?.taking(turns));
+    pub(crate) fn new(
+        memory: &GuestMemory,
+        files: Vec<OwnedFd>,
+        (how, depth): (FileIo, u16),
+        turns: &Turns,
+    ) -> io::Result<Self> {
+        let queue = |file| Ok(FileQueue::new(memory.clone(), file, depth, how)?.taking(turns));
         files.into_iter().map(queue).collect::<io::Result<_>>().map(Self)
     }
 

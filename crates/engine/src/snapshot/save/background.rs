@@ -22,7 +22,10 @@ use super::{
 use crate::{
     Error, Phase, RoundReport, fail_point,
     guest::GuestError,
-    snapshot::{SaveOptions, Then, file::queues::Queues},
+    snapshot::{
+        SaveOptions, Then,
+        file::{queues::Queues, target::DEPTH},
+    },
     stream::{
         regions::RegionBlock,
         state::{DeviceState, machine_name},
@@ -157,7 +160,7 @@ impl Saving<'_, '_> {
             let outlet = match appender {
                 Some(appender) => Ok(Outlet::Appended(appender)),
                 // The requests are this thread's own.
-                None => Queues::new(&memory, files, io, &turns).map(Outlet::Placed),
+                None => Queues::new(&memory, files, (io, DEPTH), &turns).map(Outlet::Placed),
             };
             let written = outlet
                 .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })

@@ -21,13 +21,20 @@ use crate::{
     page_map::PageMap,
     scan::{Pending, new_holes},
     snapshot::{
-        file::{pace::FilePace, queues::Queues, target::Target},
+        file::{
+            pace::FilePace,
+            queues::Queues,
+            target::{DEPTH, Target},
+        },
         mapped::layout::Spot,
     },
 };
 
 /// How often a wait checks whether the user has cancelled.
 const TICK: Duration = Duration::from_millis(50);
+/// Requests of a thread in flight that each have a copy of their pages, 2 MiB. More of them were not faster.
+const COPIES: u16 = 4;
+
 /// What the threads share.
 pub(crate) struct Pages {
     pub(crate) memory: GuestMemory,
@@ -39,6 +46,8 @@ pub(crate) struct Pages {
     pub(crate) content: Vec<PageMap>,
     /// By region: pages that were ever written to the file.
     pub(crate) written: Vec<PageMap>,
+    /// They go past the page cache.
+    is_direct: bool,
     pub(crate) pace: Arc<FilePace>,
     pub(crate) progress: Arc<Progress>,
     /// A thread has failed: the others need not go on.
@@ -103,7 +112,7 @@ impl Writers {
             let (rounds, work) = bounded::<Round>(1);
             let run = move || {
                 // The requests are this thread's own.
-                let mut queues = match Queues::new(&pages.memory, files, how, &turns) {
+                let mut queues = match Queues::new(&pages.memory, files, (how, pages.depth()), &turns) {
                     Ok(queues) => queues,
                     Err(error) => return drop(ready.send(Err(error))),
                 };
@@ -236,6 +245,7 @@ impl Pages {
             places,
             content: maps(),
             written: maps(),
+            is_direct: target.is_direct(),
             pace: Arc::clone(&target.pace),
             progress: Arc::clone(progress),
             failed: AtomicBool::new(false),
@@ -263,6 +273,17 @@ impl Pages {
         Ok(Written { cpu_seconds: cpu::thread_seconds() - begin, ..written })
     }
 
+    /// Whether its pages are copied before they are written. A disk takes pages of 4 KiB one by one from a mapping, and
+    /// a copy as one.
+    fn copies(&self, region: &Region) -> bool {
+        self.is_direct && !region.is_huge_file()
+    }
+
+    /// Requests of a thread in flight.
+    fn depth(&self) -> u16 {
+        if self.memory.regions().iter().any(|region| self.copies(region)) { COPIES } else { DEPTH }
+    }
+
     fn write_window(
         &self,
         (queues, buffer): (&mut Queues, &mut WindowBuffer),
@@ -270,7 +291,9 @@ impl Pages {
         wanted: WindowPages,
         written: &mut Written,
     ) -> Result<(), transship_memory::Error> {
-        let (read, zero) = read_present(&self.memory.regions()[region], self.freeing, wanted, buffer)?;
+        let memory = &self.memory.regions()[region];
+        let how = if self.copies(memory) { Region::copy_window } else { Region::read_window };
+        let (read, zero) = read_present(memory, self.freeing, wanted, how, buffer)?;
         let present = read.present();
         written.normal += present.count();
         written.zero += wanted.with(zero).count();
@@ -314,19 +337,24 @@ impl Pages {
     }
 }
 
+/// Reads a window: as it is mapped, or by a copy.
+pub(crate) type Reads =
+    for<'a> fn(&'a Region, WindowPages, bool, &'a mut WindowBuffer) -> Result<WindowRead<'a>, transship_memory::Error>;
+
 /// The pages that do not read as zero, and the mask of those that do. What has become a hole since the look is one of
 /// these, and stays a hole.
 pub(crate) fn read_present<'a>(
     memory: &'a Region,
     freeing: Freeing,
     wanted: WindowPages,
+    how: Reads,
     buffer: &'a mut WindowBuffer,
 ) -> Result<(WindowRead<'a>, u128), transship_memory::Error> {
     let holes = match freeing {
         Freeing::Possible => new_holes(memory, wanted),
         Freeing::Never => 0,
     };
-    let read = memory.read_window(wanted.without(holes), true, buffer)?;
+    let read = how(memory, wanted.without(holes), true, buffer)?;
     let zero = holes | read.zero_mask();
     Ok((read, zero))
 }
