@@ -43,8 +43,11 @@ use self::{
 };
 use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region, WindowRead, read::Parts};
 
-/// Pages of one request at most: 2 MiB, a huge page. With less the disk below is slower, by half at 128 KiB.
+/// Pages of one request at most that has a buffer: 2 MiB, a huge page. With less the disk below is slower, by half at
+/// 128 KiB.
 const REQUEST_PAGES: PageCount = PageCount::within(2 << 20);
+/// The same of one that is written from a mapping, where each page of 4 KiB is a piece: a disk takes few of these.
+const MAPPED_PAGES: PageCount = PageCount::within(1 << 20);
 
 /// How the kernel is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -243,6 +246,8 @@ impl FileQueue {
         mut copied: Option<&[u8]>,
     ) -> Result<(), Error> {
         self.check_failed()?;
+        let is_mapped = direction == Direction::Write && copied.is_none();
+        let most = if is_mapped { MAPPED_PAGES } else { REQUEST_PAGES };
         let (mut rest, mut at) = (pages, offset);
         while !rest.count.is_zero() {
             let next = Request::of_pages(direction, region, rest.first.run(PageCount::ZERO), at);
@@ -252,13 +257,13 @@ impl FileQueue {
                 self.pending = Some(next.through(room));
             }
             let pending = self.pending.as_mut().expect("made above where there was none");
-            let taken = pending.extend(rest.count, REQUEST_PAGES);
+            let taken = pending.extend(rest.count, most);
             if let Some(bytes) = &mut copied {
                 let (now, later) = bytes.split_at(taken.buffer_bytes());
                 pending.fill_last(now);
                 *bytes = later;
             }
-            if pending.pages() == REQUEST_PAGES {
+            if pending.pages() == most {
                 self.flush()?;
             }
             rest = (rest.first + taken).to(rest.end());

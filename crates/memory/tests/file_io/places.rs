@@ -128,10 +128,10 @@ fn runs_that_continue_each_other_are_one_request() {
     let (from, _) = pair(2048);
     let mut queue = queue(&from, open(&dir.path().join("file"), NEW).unwrap(), FileIo::Plain);
     let Some(before) = writes() else { return lacks("a kernel that counts system calls") };
-    // 2 MiB in runs of two pages, and a page more; then one page elsewhere.
-    (0..256).for_each(|run| queue.write(0, PageRange::new(2 * run, 2), 2 * run * PAGE).unwrap());
-    queue.write(0, PageRange::new(512, 1), 512 * PAGE).unwrap();
-    queue.write(0, PageRange::new(600, 1), 600 * PAGE).unwrap();
+    // 1 MiB in runs of two pages, and a page more; then one page elsewhere.
+    (0..128).for_each(|run| queue.write(0, PageRange::new(2 * run, 2), 2 * run * PAGE).unwrap());
+    queue.write(0, PageRange::new(256, 1), 256 * PAGE).unwrap();
+    queue.write(0, PageRange::new(300, 1), 300 * PAGE).unwrap();
     queue.finish().unwrap();
     assert_eq!(writes().unwrap() - before, 3);
 }

@@ -82,7 +82,7 @@ impl Saving<'_, '_> {
         // The threads are of another kind than those of the rounds.
         let without_writers = SaveOptions { channels: 0, ..self.options.clone() };
         let mut file =
-            MappedFile::begin(&memory, Freeing::Never, regions, &without_writers, self.target, self.progress)?;
+            MappedFile::begin(&memory, Freeing::Never, regions, &without_writers, false, self.target, self.progress)?;
         file.disks = self.of_image.take();
         Ok(Prepared { pages: Arc::clone(&file.writers.pages), output: Box::new(file), appended: None })
     }

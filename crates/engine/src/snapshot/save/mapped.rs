@@ -37,12 +37,14 @@ pub(crate) struct MappedFile {
 }
 
 impl MappedFile {
-    /// Places for all regions, in a file that is as long as that takes.
+    /// Places for all regions, in a file that is as long as that takes. `stands_still`: the guest does until all is
+    /// saved.
     pub(crate) fn begin(
         memory: &GuestMemory,
         freeing: Freeing,
         regions: &[RegionBlock],
         options: &SaveOptions,
+        stands_still: bool,
         target: &Target,
         progress: &Arc<Progress>,
     ) -> Result<Self, Error> {
@@ -52,7 +54,10 @@ impl MappedFile {
         };
         target.expect(layout.bytes_for(memory.bytes()));
         target.set_length(layout.end())?;
-        let writers = Writers::start(memory, freeing, layout.pages(), options.channels, options.io, target, progress)?;
+        // While a guest stands still, all wait for the disk. One that runs wants the cores.
+        let copies = target.is_direct() && stands_still;
+        let how = (options.io, copies);
+        let writers = Writers::start(memory, freeing, layout.pages(), options.channels, how, target, progress)?;
         Ok(Self { layout, writers, disks: None })
     }
 }

@@ -134,12 +134,13 @@ impl Saving<'_, '_> {
         if ran && self.options.way == Way::Background {
             return self.in_background(&regions);
         }
-        let mut output = self.begin_output(&regions)?;
+        let is_live = ran && self.options.way == Way::Live;
+        let mut output = self.begin_output(&regions, !is_live)?;
         let output = output.as_mut();
         self.describe_file(output);
         // Ending the tracking takes time that grows with the memory; nobody waits for it when the guest runs again.
         let mut rounds = None;
-        if ran && self.options.way == Way::Live {
+        if is_live {
             let rounds = rounds.insert(Rounds::begin(self.guest.unguarded(), self.options.converge, self.progress)?);
             fail_point::reach("save.tracking")?;
             self.begin_rounds();
@@ -151,7 +152,7 @@ impl Saving<'_, '_> {
         self.complete_and_resume(taken, output)
     }
 
-    fn begin_output(&mut self, regions: &[RegionBlock]) -> Result<Box<dyn Output>, Error> {
+    fn begin_output(&mut self, regions: &[RegionBlock], stands_still: bool) -> Result<Box<dyn Output>, Error> {
         let memory = self.guest.memory();
         let freeing = match self.options.way {
             Way::Live => self.guest.freeing(),
@@ -159,7 +160,9 @@ impl Saving<'_, '_> {
         };
         Ok(match self.options.format {
             Format::MappedRam | Format::Raw | Format::LibvirtSparse => {
-                let mut file = MappedFile::begin(&memory, freeing, regions, self.options, self.target, self.progress)?;
+                let (options, target) = (self.options, &*self.target);
+                let mut file =
+                    MappedFile::begin(&memory, freeing, regions, options, stands_still, target, self.progress)?;
                 file.disks = self.of_image.take();
                 Box::new(file)
             }

@@ -46,8 +46,9 @@ pub(crate) struct Pages {
     pub(crate) content: Vec<PageMap>,
     /// By region: pages that were ever written to the file.
     pub(crate) written: Vec<PageMap>,
-    /// They go past the page cache.
-    is_direct: bool,
+    /// A disk takes pages of 4 KiB one by one from a mapping, and a copy of them as one: they are copied before they
+    /// are written.
+    copies: bool,
     pub(crate) pace: Arc<FilePace>,
     pub(crate) progress: Arc<Progress>,
     /// A thread has failed: the others need not go on.
@@ -89,7 +90,8 @@ pub(crate) struct Writers {
 }
 
 impl Writers {
-    /// Starts `count` threads, each with requests of its own on the file. `places`: see [`Pages`].
+    /// Starts `count` threads, each with requests of its own on the file. `places`: see [`Pages`]; `copies`: pages are
+    /// copied before they are written, which takes more of the cores and less of the disk's time.
     ///
     /// # Errors
     /// The kernel does not let us have what was asked for.
@@ -98,11 +100,12 @@ impl Writers {
         freeing: Freeing,
         places: Vec<Spot>,
         count: u8,
-        how: FileIo,
+        (how, copies): (FileIo, bool),
         target: &Target,
         progress: &Arc<Progress>,
     ) -> Result<Self, Error> {
-        let pages = Arc::new(Pages::new(memory, freeing, places, target, progress));
+        let pages = Pages { copies, ..Pages::new(memory, freeing, places, target, progress) };
+        let pages = Arc::new(pages);
         let (done, outcomes) = bounded(usize::from(count));
         let (ready, started) = bounded(usize::from(count));
         let (mut threads, turns) = (Vec::new(), Turns::default());
@@ -245,7 +248,7 @@ impl Pages {
             places,
             content: maps(),
             written: maps(),
-            is_direct: target.is_direct(),
+            copies: false,
             pace: Arc::clone(&target.pace),
             progress: Arc::clone(progress),
             failed: AtomicBool::new(false),
@@ -273,10 +276,9 @@ impl Pages {
         Ok(Written { cpu_seconds: cpu::thread_seconds() - begin, ..written })
     }
 
-    /// Whether its pages are copied before they are written. A disk takes pages of 4 KiB one by one from a mapping, and
-    /// a copy as one.
+    /// Whether its pages are copied before they are written: huge ones need not be.
     fn copies(&self, region: &Region) -> bool {
-        self.is_direct && !region.is_huge_file()
+        self.copies && !region.is_huge_file()
     }
 
     /// Requests of a thread in flight.
