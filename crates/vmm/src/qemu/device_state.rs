@@ -106,9 +106,13 @@ impl DeviceState {
         })
     }
 
-    /// What is asked of a guest that was stopped, before its state is saved.
-    fn questions() -> [Question; 2] {
-        [machine::state_question(), checks::migration_question()]
+    /// What is asked of a guest that was stopped, before its state is saved. `seen`: its blocks of memory were.
+    fn questions(seen: bool) -> Vec<Question> {
+        let mut questions = vec![machine::state_question(), checks::migration_question()];
+        if !seen {
+            questions.push(blocks::question());
+        }
+        questions
     }
 
     /// Does what can be done while the guest still runs, for the next save. `known`: the blocks of memory as they are
@@ -126,10 +130,7 @@ impl DeviceState {
 
     /// What QEMU is told with the stop, if the save comes right behind it.
     pub(super) fn with_stop(&self, disks: Disks) -> WithStop {
-        let mut questions = Self::questions().to_vec();
-        if self.seen.is_none() {
-            questions.push(blocks::question());
-        }
+        let questions = Self::questions(self.seen.is_some());
         WithStop { questions, next: self.added.as_ref().map(|added| command(added, disks)) }
     }
 
@@ -148,10 +149,7 @@ impl DeviceState {
     /// QEMU refuses; memory of its devices can't be read.
     pub(super) fn save(&mut self, qmp: &mut Qmp, disks: Disks, at_once: bool) -> Result<Vec<u8>, GuestError> {
         let seen = self.seen.take().filter(|_| at_once);
-        let mut asked = Self::questions().to_vec();
-        if seen.is_none() {
-            asked.push(blocks::question());
-        }
+        let asked = Self::questions(seen.is_some());
         if !at_once {
             qmp.forget_answers_to(&asked);
         }
@@ -165,7 +163,7 @@ impl DeviceState {
         let state = early.map_or_else(|| can_be_saved(qmp), Ok);
         let saved = state.and_then(|state| Ok((state, self.save_to(&added, qmp, disks, seen)?)));
         qmp.remove_fd(&added);
-        qmp.forget_answers_to(&Self::questions());
+        qmp.forget_answers_to(&Self::questions(true));
         let (state, (mut writer, mut tail)) = saved?;
         if let Some(mut global) = GlobalState::find(&tail, 0).map_err(strange)? {
             // The command calls every guest a running one.

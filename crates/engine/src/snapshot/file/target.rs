@@ -44,7 +44,7 @@ use crate::{
     snapshot::{DirectIo, FilePlace, FileUri},
 };
 
-/// Requests of one thread that the disk has at the same time, where that is possible. Each is up to 2 MiB.
+/// Requests of one thread that the disk has at the same time, where that is possible. Each is up to 1 MiB.
 pub(crate) const DEPTH: u16 = 16;
 /// How often a wait checks whether the user has cancelled.
 const TICK: Duration = Duration::from_millis(50);

@@ -15,7 +15,7 @@
 use std::sync::Arc;
 
 use transship_memory::{
-    Freeing, GuestMemory, PAGE, PageCount, PageRange, PageSet, Region, WindowBuffer, WindowPages, WindowRead,
+    Freeing, GuestMemory, PAGE, PageCount, PageRange, PageSet, WindowBuffer, WindowPages, WindowRead,
 };
 use transship_secure::sealed_bytes;
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
@@ -23,7 +23,7 @@ use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 use super::{
     appended::Appended,
     output::Output,
-    writer::{Pages, Written, read_present},
+    writer::{Pages, Written},
 };
 use crate::{
     Error, FileReport, Progress, fail_point,
@@ -213,8 +213,7 @@ impl StreamFile {
         written: &mut Written,
     ) -> Result<(), Error> {
         let pages = Arc::clone(&self.pages);
-        let memory = &pages.memory.regions()[region];
-        let (read, zero) = read_present(memory, pages.freeing, wanted, Region::read_window, &mut self.buffer)?;
+        let (read, zero) = pages.read_present(region, wanted, &mut self.buffer)?;
         let (present, had) = (read.present(), pages.content[region].window(wanted.first));
         written.normal += present.count();
         written.zero += wanted.with(zero).count();

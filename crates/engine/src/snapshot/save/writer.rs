@@ -293,9 +293,7 @@ impl Pages {
         wanted: WindowPages,
         written: &mut Written,
     ) -> Result<(), transship_memory::Error> {
-        let memory = &self.memory.regions()[region];
-        let how = if self.copies(memory) { Region::copy_window } else { Region::read_window };
-        let (read, zero) = read_present(memory, self.freeing, wanted, how, buffer)?;
+        let (read, zero) = self.read_present(region, wanted, buffer)?;
         let present = read.present();
         written.normal += present.count();
         written.zero += wanted.with(zero).count();
@@ -305,6 +303,25 @@ impl Pages {
         self.pace.wait(present.bytes());
         let Spot { file, offset } = self.places[region];
         queues.of(file).write_window(region, &read, offset)
+    }
+
+    /// The pages that do not read as zero, and the mask of those that do. What has become a hole since the look is one
+    /// of these, and stays a hole.
+    pub(crate) fn read_present<'a>(
+        &'a self,
+        region: usize,
+        wanted: WindowPages,
+        buffer: &'a mut WindowBuffer,
+    ) -> Result<(WindowRead<'a>, u128), transship_memory::Error> {
+        let memory = &self.memory.regions()[region];
+        let holes = match self.freeing {
+            Freeing::Possible => new_holes(memory, wanted),
+            Freeing::Never => 0,
+        };
+        let read = if self.copies(memory) { Region::copy_window } else { Region::read_window };
+        let read = read(memory, wanted.without(holes), true, buffer)?;
+        let zero = holes | read.zero_mask();
+        Ok((read, zero))
     }
 
     /// Takes note of pages: the file is about to hold content for these, and none for those of the same window that
@@ -337,28 +354,6 @@ impl Pages {
         }
         stale
     }
-}
-
-/// Reads a window: as it is mapped, or by a copy.
-pub(crate) type Reads =
-    for<'a> fn(&'a Region, WindowPages, bool, &'a mut WindowBuffer) -> Result<WindowRead<'a>, transship_memory::Error>;
-
-/// The pages that do not read as zero, and the mask of those that do. What has become a hole since the look is one of
-/// these, and stays a hole.
-pub(crate) fn read_present<'a>(
-    memory: &'a Region,
-    freeing: Freeing,
-    wanted: WindowPages,
-    how: Reads,
-    buffer: &'a mut WindowBuffer,
-) -> Result<(WindowRead<'a>, u128), transship_memory::Error> {
-    let holes = match freeing {
-        Freeing::Possible => new_holes(memory, wanted),
-        Freeing::Never => 0,
-    };
-    let read = how(memory, wanted.without(holes), true, buffer)?;
-    let zero = holes | read.zero_mask();
-    Ok((read, zero))
 }
 
 impl Written {
