@@ -1,6 +1,6 @@
-//! Pages between guest memory and files at fixed places, many at a time. They are written from the mapping, or from the
-//! caller's copy by buffers on huge pages, which is what a disk takes in the largest pieces. Read pages take the way
-//! that is fastest into the memory's own file.
+//! Pages between guest memory and files at fixed places, many at a time. They are written from the mapping, or from a
+//! copy in buffers on huge pages, which is what a disk takes in the largest pieces. Read pages take the way that is
+//! fastest into the memory's own file.
 //!
 //! A caller asks for runs of pages; runs that continue each other, in memory and in the file, become one request of the
 //! kernel:
@@ -22,6 +22,7 @@ mod plain;
 mod request;
 #[allow(unsafe_code)]
 mod uring;
+mod window;
 
 use std::{
     io,
@@ -41,7 +42,7 @@ use self::{
     request::{Body, Direction, Request, RequestFailure},
     uring::Ring,
 };
-use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region, WindowRead, read::Parts};
+use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region, WindowBuffer};
 
 /// Pages of one request at most that has a buffer: 2 MiB, a huge page. With less the disk below is slower, by half at
 /// 128 KiB.
@@ -93,6 +94,8 @@ pub struct FileQueue {
     cached: Option<Cached>,
     /// Not given to the kernel yet, as the next call may continue it. Pages, never a buffer.
     pending: Option<Request>,
+    /// For copied pages that are moved once more.
+    moved: WindowBuffer,
     /// The first one.
     failed: Option<RequestFailure>,
 }
@@ -115,7 +118,8 @@ impl FileQueue {
             FileIo::Auto => None,
         };
         let cached = (!is_direct(file.as_fd())).then(Cached::default);
-        Ok(Self { ring, memory, file, spare: Spare::default(), cached, pending: None, failed: None })
+        let (spare, moved) = (Spare::default(), WindowBuffer::default());
+        Ok(Self { ring, memory, file, spare, cached, pending: None, moved, failed: None })
     }
 
     /// Others write to the same file, and have the same `turns`.
@@ -142,24 +146,6 @@ impl FileQueue {
     pub fn write(&mut self, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
         self.region(region)?.check(pages)?;
         self.ask(Direction::Write, region, pages, offset, None)
-    }
-
-    /// As [`FileQueue::write`], of a window of the region that was read: the pages that are not zero, each where it
-    /// belongs if page 0 is at byte `offset` of the file. What was copied then is not read again.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn write_window(&mut self, region: usize, read: &WindowRead<'_>, offset: u64) -> Result<(), Error> {
-        let present = read.present();
-        for (run, place) in present.runs().zip(read.places(present)) {
-            self.region(region)?.check(run)?;
-            let copied = match read.parts() {
-                Parts::Mapped(_) => None,
-                Parts::Copied(bytes) => Some(&bytes[place]),
-            };
-            self.ask(Direction::Write, region, run, offset.saturating_add(run.first.offset()), copied)?;
-        }
-        Ok(())
     }
 
     /// Asks to write bytes of our own, all of the buffer.
@@ -253,16 +239,15 @@ impl FileQueue {
             let next = Request::of_pages(direction, region, rest.first.run(PageCount::ZERO), at);
             if !self.pending.as_ref().is_some_and(|pending| pending.is_continued_by(&next, copied.is_some())) {
                 self.flush()?;
-                let room = copied.map(|_| self.spare().take());
-                self.pending = Some(next.through(room));
+                let copies = copied.is_some();
+                self.pending = Some(if copies { next.through(self.spare().take()) } else { next });
             }
             let pending = self.pending.as_mut().expect("made above where there was none");
-            let taken = pending.extend(rest.count, most);
-            if let Some(bytes) = &mut copied {
-                let (now, later) = bytes.split_at(taken.buffer_bytes());
-                pending.fill_last(now);
-                *bytes = later;
+            let taken = rest.count.min(most.saturating_sub(pending.pages()));
+            if let (Some(bytes), Some(room)) = (&mut copied, pending.room_behind(taken)) {
+                room.copy_from_slice(bytes.split_off(..room.len()).expect("the bytes of these pages"));
             }
+            pending.extend(taken);
             if pending.pages() == most {
                 self.flush()?;
             }

@@ -16,7 +16,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::{
     Error, Flaw, GuestMemory, PAGE, Region, WindowBuffer,
-    read::{places, read_file},
+    read::{AT_ONCE, places, read_file},
     receive::Origin,
     region::Held,
     shared::Backing,
@@ -98,13 +98,17 @@ impl Lent {
         mut take: impl FnMut(WindowPages, &[u8]) -> io::Result<()>,
     ) -> io::Result<u128> {
         let file = self.file(region).ok_or(io::ErrorKind::NotFound)?;
-        let copied = &mut buffer.room()[..wanted.bytes() as usize];
-        file.read(wanted, copied)?;
-        let zero = if look_for_zeros { zero::mask(wanted, copied) } else { 0 };
-        // Left where they are: closing the gaps would move all that is behind the first.
-        let present = wanted.without(zero);
-        for (run, place) in present.runs().zip(places(wanted, present)) {
-            take(WindowPages::within(run, wanted.first), &copied[place])?;
+        let mut zero = 0;
+        for part in wanted.parts(AT_ONCE) {
+            let copied = &mut buffer.room()[..part.bytes() as usize];
+            file.read(part, copied)?;
+            let found = if look_for_zeros { zero::mask(part, copied) } else { 0 };
+            // Left where they are: closing the gaps would move all that is behind the first.
+            let present = part.without(found);
+            for (run, place) in present.runs().zip(places(part, present)) {
+                take(WindowPages::within(run, wanted.first), &copied[place])?;
+            }
+            zero |= found;
         }
         Ok(zero)
     }

@@ -7,19 +7,22 @@
 //!
 //! A page of a file can be copied as well (pread), and is then not mapped. Timed in moves of 512 MiB, that takes as
 //! much CPU time: the page is copied twice on its way to the socket, and that costs what the mapping does. Where it is
-//! copied anyway, it takes less ([`Region::copy_window`]).
+//! copied anyway, it takes less ([`FileQueue::write_window`](crate::FileQueue::write_window)).
 use std::{io, mem, ops::Range, os::fd::BorrowedFd};
 
 use rustix::io::Errno;
 
 use crate::{
-    Error, PAGE_BYTES, Region, WINDOW_PAGES,
+    Error, PAGE_BYTES, PageCount, Region, WINDOW_PAGES,
     region::Held,
     shared::Shared,
     slots::Slot,
     window::{WindowPages, low_bits},
     zero,
 };
+
+/// Pages that are copied and looked at before the next are, 128 KiB: the copy is still in the core's cache then.
+pub(crate) const AT_ONCE: PageCount = PageCount::new(32);
 
 /// Room for the pages of a window. One thread uses it again and again, so that it stays in its core's cache.
 #[derive(Default)]
@@ -102,35 +105,39 @@ impl Region {
         look_for_zeros: bool,
         buffer: &'a mut WindowBuffer,
     ) -> Result<WindowRead<'a>, Error> {
-        let Held::Shared(shared) = &self.held else { return self.copy_window(wanted, look_for_zeros, buffer) };
         self.check_window(wanted)?;
         buffer.filled = 0;
-        // Run by run: reading between them might make pages in holes.
-        wanted.runs().for_each(|run| shared.populate_read(run));
-        let zero = if look_for_zeros { shared.zero_mask(wanted) } else { 0 };
-        Ok(WindowRead { present: wanted.without(zero), zero, buffer, mapped: Some(shared) })
+        let (zero, mapped) = match &self.held {
+            Held::Shared(shared) => {
+                // Run by run: reading between them might make pages in holes.
+                wanted.runs().for_each(|run| shared.populate_read(run));
+                (if look_for_zeros { shared.zero_mask(wanted) } else { 0 }, Some(shared))
+            }
+            Held::Private(_) => {
+                let copied = &mut buffer.room()[..wanted.bytes() as usize];
+                let zero = self.read_into(wanted, look_for_zeros, copied)?;
+                close_up(wanted, zero, copied);
+                (zero, None)
+            }
+        };
+        Ok(WindowRead { present: wanted.without(zero), zero, buffer, mapped })
     }
 
-    /// The same for whoever needs a copy of all pages: none is mapped.
-    ///
-    /// # Errors
-    /// OutOfRange; the system's own.
-    pub fn copy_window<'a>(
-        &'a self,
-        wanted: WindowPages,
-        look_for_zeros: bool,
-        buffer: &'a mut WindowBuffer,
-    ) -> Result<WindowRead<'a>, Error> {
-        self.check_window(wanted)?;
-        buffer.filled = 0;
-        let copied = &mut buffer.room()[..wanted.bytes() as usize];
-        let read = match &self.held {
-            Held::Shared(shared) => read_file(shared.file(), shared.file_offset(), wanted, copied),
-            Held::Private(private) => private.read_into(wanted, copied),
-        };
-        read.map_err(|source| self.unread(source))?;
-        let zero = leave_out_zeros(wanted, look_for_zeros, copied);
-        Ok(WindowRead { present: wanted.without(zero), zero, buffer, mapped: None })
+    /// Copies pages that the region has to `into`, which is as long, and looks for those that are all zero if told so:
+    /// the mask of these. None is mapped.
+    pub(crate) fn read_into(&self, wanted: WindowPages, look: bool, mut into: &mut [u8]) -> Result<u128, Error> {
+        let mut zero = 0;
+        for part in wanted.parts(if look { AT_ONCE } else { WINDOW_PAGES }) {
+            let (now, later) = into.split_at_mut(part.bytes() as usize);
+            let read = match &self.held {
+                Held::Shared(shared) => read_file(shared.file(), shared.file_offset(), part, now),
+                Held::Private(private) => private.read_into(part, now),
+            };
+            read.map_err(|source| self.unread(source))?;
+            zero |= if look { zero::mask(part, now) } else { 0 };
+            into = later;
+        }
+        Ok(zero)
     }
 }
 
@@ -205,9 +212,8 @@ impl<'a> WindowRead<'a> {
     }
 }
 
-/// Closes up the pages but for those that are found to be zero: which these are.
-fn leave_out_zeros(wanted: WindowPages, look: bool, copied: &mut [u8]) -> u128 {
-    let zero = if look { zero::mask(wanted, copied) } else { 0 };
+/// Closes up the pages, without those that are zero.
+fn close_up(wanted: WindowPages, zero: u128, copied: &mut [u8]) {
     let mut end = 0;
     for place in places(wanted, wanted.without(zero)) {
         let len = place.len();
@@ -216,7 +222,6 @@ fn leave_out_zeros(wanted: WindowPages, look: bool, copied: &mut [u8]) -> u128 {
         }
         end += len;
     }
-    zero
 }
 
 /// Reads pages of a region from a file in which it begins at byte `begin`, one behind the other.

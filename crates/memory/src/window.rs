@@ -35,8 +35,25 @@ impl WindowPages {
 
     /// The lowest of them, `count` at most.
     pub fn lowest(self, count: PageCount) -> Self {
-        let rest = (0..count.min(self.count()).get()).fold(self.mask, |rest, _| rest & (rest - 1));
+        if count >= self.count() {
+            return self;
+        }
+        let rest = (0..count.get()).fold(self.mask, |rest, _| rest & (rest - 1));
         self.without(rest)
+    }
+
+    /// All of them, ascending, `most` at a time, but for the last part, which has what remains.
+    ///
+    /// # Panics
+    /// `most` is 0.
+    pub fn parts(self, most: PageCount) -> impl Iterator<Item = Self> {
+        assert!(!most.is_zero(), "parts without a page never end");
+        let mut rest = self;
+        std::iter::from_fn(move || {
+            let part = rest.lowest(most);
+            rest = rest.without(part.mask);
+            (!part.is_empty()).then_some(part)
+        })
     }
 
     /// How many they are.
@@ -113,6 +130,18 @@ mod tests {
                 prop_assert_eq!(window.reach(), PageRange::new(first, pages.last().map_or(0, |last| last + 1 - first)));
                 prop_assert_eq!(window.is_empty(), pages.is_empty());
                 prop_assert_eq!(window.iter().map(PageNumber::get).collect::<Vec<_>>(), pages);
+            }
+        }
+
+        #[test]
+        fn parts_are_full_but_for_the_last_and_are_all_pages(first in 0..1u64 << 40, mask: u128, most in 1..200u64) {
+            for mask in [mask, 0, u128::MAX, 1, 1 << 127] {
+                let window = WindowPages::new(first, mask);
+                let parts: Vec<_> = window.parts(PageCount::new(most)).collect();
+                let full = parts.len().saturating_sub(1);
+                prop_assert!(parts[..full].iter().all(|part| part.count().get() == most));
+                prop_assert!(parts.iter().all(|part| !part.is_empty() && part.count().get() <= most));
+                prop_assert!(parts.into_iter().flat_map(WindowPages::iter).eq(window.iter()));
             }
         }
 

@@ -14,8 +14,8 @@ use std::{
 
 use proptest::prelude::*;
 use transship_memory::{
-    Access, Area, ByteRange, FileIo, FileQueue, Freeing, GuestMemory, Holes, InProcess, PageCount, PageRange, PageSet,
-    Process, Region, Tracker, UffdTracker, WindowBuffer, WindowPages,
+    Access, Area, FileIo, FileQueue, Freeing, GuestMemory, Holes, InProcess, PageCount, PageRange, PageSet, Process,
+    Region, Tracker, UffdTracker, WindowBuffer, WindowPages,
 };
 
 use crate::common::{
@@ -27,7 +27,7 @@ fn ourselves(access: Access) -> Arc<Process> {
     Arc::new(Process::open(std::process::id() as i32, access).unwrap())
 }
 
-fn region_of(guest: &Guest, access: Access) -> Region {
+pub(crate) fn region_of(guest: &Guest, access: Access) -> Region {
     let memory = InProcess {
         process: ourselves(access),
         address: guest.area().address,
@@ -343,55 +343,4 @@ fn memory_that_is_no_pages_is_refused() {
         let memory = InProcess { process: ourselves(Access::Read), address, bytes, page_bytes, file: None };
         assert!(Region::in_process("x", memory, Access::Read).is_err(), "{address:#x} {bytes} {page_bytes}");
     }
-}
-
-/// Beside that of a mapped region: pages that are zero are left out, and what was read is not read again.
-#[test]
-fn windows_go_to_their_places_in_a_file_as_they_were_read() {
-    const BASE: u64 = 3 * PAGE;
-    // More than a request takes in one run, and holes of all kinds within and between windows.
-    let is_there = |page: u64| page < 400 && ![127, 129, 300].contains(&page) || page > 700 && page.is_multiple_of(3);
-    let byte_of = |page: u64| (page % 255) as u8 + 1;
-    let guest = Guest::private(1024 * PAGE, false);
-    let shared = Region::map("other", file(1024 * PAGE), ByteRange::sized(0, 1024 * PAGE), Access::ReadWrite).unwrap();
-    (0..1024).filter(|&page| is_there(page)).for_each(|page| {
-        guest.write(page, page + 1);
-        shared.write_pages(WindowPages::new(page, 1), &[byte_of(page); 4096]).unwrap();
-    });
-    let memory = GuestMemory::new(vec![region_of(&guest, Access::Read), shared]);
-    for how in [FileIo::Plain, FileIo::Uring] {
-        let saved = tempfile::tempfile().unwrap();
-        let Ok(mut queue) = FileQueue::new(memory.clone(), rustix::io::dup(&saved).unwrap(), 4, how) else {
-            transship_lab::lacks("io_uring");
-            continue;
-        };
-        let mut buffer = WindowBuffer::default();
-        for (index, region) in memory.regions().iter().enumerate() {
-            for window in PageRange::all(region.pages()).windows() {
-                let read = region.read_window(window, true, &mut buffer).unwrap();
-                queue.write_window(index, &read, BASE + index as u64 * 1024 * PAGE).unwrap();
-                // What is written from now on is not in the file.
-                if index == 0 {
-                    guest.write(window.first.get(), 0xffff_ffff);
-                }
-            }
-        }
-        queue.finish().unwrap();
-        let mut found = vec![0; 2 * 1024 * 4096 + BASE as usize];
-        let end = rustix::io::pread(&saved, &mut found, 0).unwrap();
-        assert_eq!(end as u64, BASE + (1024 + 1024) * PAGE, "the last page is there");
-        for page in 0..1024 {
-            let at = (BASE + page * PAGE) as usize;
-            let (own, other) = (&found[at..][..4096], &found[at + 1024 * 4096..][..4096]);
-            let number = u64::from_le_bytes(own[..8].try_into().unwrap());
-            assert_eq!(number, if is_there(page) { page + 1 } else { 0 }, "{how:?}: private page {page}");
-            let byte = if is_there(page) { byte_of(page) } else { 0 };
-            assert!(other.iter().all(|&is| is == byte), "{how:?}: shared page {page}");
-        }
-        (0..1024).step_by(128).for_each(|page| guest.write(page, if is_there(page) { page + 1 } else { 0 }));
-    }
-    let beyond = FileQueue::new(GuestMemory::new(vec![]), tempfile::tempfile().unwrap().into(), 1, FileIo::Plain);
-    let (mut beyond, mut buffer) = (beyond.unwrap(), WindowBuffer::default());
-    let read = memory.regions()[0].read_window(WindowPages::new(1, 1), false, &mut buffer).unwrap();
-    assert!(beyond.write_window(0, &read, 0).is_err(), "it has no such region");
 }

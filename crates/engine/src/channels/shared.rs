@@ -53,14 +53,7 @@ impl PagesAtOnce {
 
     /// The pages of a window, as many at a time as it says now.
     pub(crate) fn parts(&self, pages: WindowPages) -> impl Iterator<Item = WindowPages> {
-        let most = self.0.load(Relaxed);
-        let mut rest = pages;
-        std::iter::from_fn(move || {
-            let end = rest.iter().nth(most as usize).map_or(WINDOW_PAGES, |page| page - pages.first);
-            let part = WindowPages { mask: rest.mask & (u128::MAX >> (WINDOW_PAGES - end).get()), ..rest };
-            rest.mask &= !part.mask;
-            (!part.is_empty()).then_some(part)
-        })
+        pages.parts(PageCount::new(self.0.load(Relaxed)))
     }
 }
 

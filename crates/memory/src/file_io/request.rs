@@ -21,7 +21,7 @@ pub(super) enum Direction {
 /// The memory of a request.
 pub(super) enum Body {
     /// Pages of a region that has them. `through`: they are read into this first, and go into place when all are there;
-    /// or they were copied to it, and are written from there.
+    /// or they were copied to it, and are written from there. It may have room for more.
     Pages { region: usize, pages: PageRange, through: Option<PageBuffer> },
     /// Bytes of our own.
     Buffer(PageBuffer),
@@ -59,20 +59,18 @@ impl Request {
         Self::new(direction, Body::Pages { region, pages, through: None }, offset)
     }
 
-    /// The same with room to copy them to, if there is any; [`Request::fill_last`] does that.
-    pub(super) fn through(mut self, room: Option<PageBuffer>) -> Self {
+    /// The same with room to copy them to.
+    pub(super) fn through(mut self, room: PageBuffer) -> Self {
         if let Body::Pages { through, .. } = &mut self.body {
-            *through = room;
+            *through = Some(room);
         }
         self
     }
 
-    /// Copies the pages that it was extended by last to its room.
-    pub(super) fn fill_last(&mut self, bytes: &[u8]) {
-        if let Body::Pages { pages, through: Some(room), .. } = &mut self.body {
-            let end = bytes_of(pages);
-            room.bytes_mut()[end - bytes.len()..end].copy_from_slice(bytes);
-        }
+    /// Room for `count` pages behind those that it has so far; none if they are not copied, or do not fit.
+    pub(super) fn room_behind(&mut self, count: PageCount) -> Option<&mut [u8]> {
+        let Body::Pages { pages, through: Some(room), .. } = &mut self.body else { return None };
+        room.bytes_mut().get_mut(bytes_of(pages)..)?.get_mut(..count.buffer_bytes())
     }
 
     /// To be called when it does not grow any more, before it is given to the kernel.
@@ -165,12 +163,11 @@ impl Request {
         self.offset < end(other) && other.offset < end(self)
     }
 
-    /// Takes up to `count` more pages, up to `most` in all. How many.
-    pub(super) fn extend(&mut self, count: PageCount, most: PageCount) -> PageCount {
-        let Body::Pages { pages, .. } = &mut self.body else { return PageCount::ZERO };
-        let taken = count.min(most.saturating_sub(pages.count));
-        pages.count += taken;
-        taken
+    /// Takes `count` more pages.
+    pub(super) fn extend(&mut self, count: PageCount) {
+        if let Body::Pages { pages, .. } = &mut self.body {
+            pages.count += count;
+        }
     }
 
     /// How many pages it is for; none for bytes of our own.
@@ -394,7 +391,7 @@ mod tests {
         let right_behind = next(Direction::Write, 0, 5, 4 * 4096);
         assert!(request(Direction::Write).is_continued_by(&right_behind, false));
         assert!(!request(Direction::Write).is_continued_by(&right_behind, true));
-        let copied = request(Direction::Write).through(Some(PageBuffer::new(8)));
+        let copied = request(Direction::Write).through(PageBuffer::new(8));
         assert!(copied.is_continued_by(&right_behind, true) && !copied.is_continued_by(&right_behind, false));
         for other in [
             next(Direction::Read, 0, 5, 4 * 4096),

@@ -2,6 +2,7 @@
 //! disk of 4 KiB sectors.
 //!
 //! - `files`: ways, files and pages; `places`: pages go to their places and come back
+//! - `windows`: without their zero pages
 //! - `failures`: what can't be read or written; `queues`: what is in flight; `uring`: where the kernel lets io_uring be
 //!   used
 mod failures;
@@ -9,3 +10,4 @@ mod files;
 mod places;
 mod queues;
 mod uring;
+mod windows;

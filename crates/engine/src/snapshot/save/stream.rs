@@ -213,8 +213,10 @@ impl StreamFile {
         written: &mut Written,
     ) -> Result<(), Error> {
         let pages = Arc::clone(&self.pages);
-        let (read, zero) = pages.read_present(region, wanted, &mut self.buffer)?;
-        let (present, had) = (read.present(), pages.content[region].window(wanted.first));
+        let holes = pages.new_holes(region, wanted);
+        let read = pages.memory.regions()[region].read_window(wanted.without(holes), true, &mut self.buffer)?;
+        let (present, zero) = (read.present(), read.zero_mask() | holes);
+        let had = pages.content[region].window(wanted.first);
         written.normal += present.count();
         written.zero += wanted.with(zero).count();
         written.rewritten += present.with(present.mask & had).count();

@@ -1,7 +1,7 @@
 //! The threads that put pages into the file.
 //!
 //! Only one thread reads a page, once. It checks whether the page is zero and hands it to the kernel, straight from
-//! guest memory if that is mapped. Only ranges travel between threads.
+//! guest memory, or from where it was copied to. Only ranges travel between threads.
 use std::{
     sync::{
         Arc,
@@ -12,9 +12,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{
-    FileIo, Freeing, GuestMemory, PageCount, PageRange, Region, Turns, WindowBuffer, WindowPages, WindowRead,
-};
+use transship_memory::{FileIo, Freeing, GuestMemory, PageCount, PageRange, Region, Turns, WindowPages};
 
 use crate::{
     Error, Progress, cpu,
@@ -119,10 +117,9 @@ impl Writers {
                     Ok(queues) => queues,
                     Err(error) => return drop(ready.send(Err(error))),
                 };
-                let mut buffer = WindowBuffer::default();
                 drop(ready.send(Ok(queues.is_uring())));
                 for round in work {
-                    if done.send(pages.write_round(&mut queues, &mut buffer, &round)).is_err() {
+                    if done.send(pages.write_round(&mut queues, &round)).is_err() {
                         break; // nobody wants it any more
                     }
                 }
@@ -255,7 +252,7 @@ impl Pages {
         }
     }
 
-    fn write_round(&self, queues: &mut Queues, buffer: &mut WindowBuffer, batches: &Round) -> Outcome {
+    fn write_round(&self, queues: &mut Queues, batches: &Round) -> Outcome {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
         let mut outcome = Ok(());
@@ -265,8 +262,7 @@ impl Pages {
                 continue;
             }
             let mut windows = batch.windows.into_iter();
-            outcome =
-                windows.try_for_each(|window| self.write_window((queues, buffer), batch.region, window, &mut written));
+            outcome = windows.try_for_each(|window| self.write_window(queues, batch.region, window, &mut written));
             if outcome.is_err() {
                 self.failed.store(true, Relaxed);
             }
@@ -288,44 +284,35 @@ impl Pages {
 
     fn write_window(
         &self,
-        (queues, buffer): (&mut Queues, &mut WindowBuffer),
+        queues: &mut Queues,
         region: usize,
         wanted: WindowPages,
         written: &mut Written,
     ) -> Result<(), transship_memory::Error> {
-        let (read, zero) = self.read_present(region, wanted, buffer)?;
-        let present = read.present();
+        let memory = &self.memory.regions()[region];
+        let holes = self.new_holes(region, wanted);
+        let Spot { file, offset } = self.places[region];
+        let zero = queues.of(file).write_window(region, wanted.without(holes), offset, self.copies(memory))? | holes;
+        let present = wanted.without(zero);
         written.normal += present.count();
         written.zero += wanted.with(zero).count();
         let had = self.content[region].window(present.first);
         written.rewritten += present.with(present.mask & had).count();
         self.note(region, present, zero);
+        // What is written next waits for what was asked for now.
         self.pace.wait(present.bytes());
-        let Spot { file, offset } = self.places[region];
-        queues.of(file).write_window(region, &read, offset)
+        Ok(())
     }
 
-    /// The pages that do not read as zero, and the mask of those that do. What has become a hole since the look is one
-    /// of these, and stays a hole.
-    pub(crate) fn read_present<'a>(
-        &'a self,
-        region: usize,
-        wanted: WindowPages,
-        buffer: &'a mut WindowBuffer,
-    ) -> Result<(WindowRead<'a>, u128), transship_memory::Error> {
-        let memory = &self.memory.regions()[region];
-        let holes = match self.freeing {
-            Freeing::Possible => new_holes(memory, wanted),
+    /// The mask of those that have become holes since the look. They read as zero, and stay holes.
+    pub(crate) fn new_holes(&self, region: usize, wanted: WindowPages) -> u128 {
+        match self.freeing {
+            Freeing::Possible => new_holes(&self.memory.regions()[region], wanted),
             Freeing::Never => 0,
-        };
-        let read = if self.copies(memory) { Region::copy_window } else { Region::read_window };
-        let read = read(memory, wanted.without(holes), true, buffer)?;
-        let zero = holes | read.zero_mask();
-        Ok((read, zero))
+        }
     }
 
-    /// Takes note of pages: the file is about to hold content for these, and none for those of the same window that
-    /// `zero` names.
+    /// Takes note of pages: the file holds content for these, and none for those of the same window that `zero` names.
     pub(crate) fn note(&self, region: usize, present: WindowPages, zero: u128) {
         self.content[region].remove(present.with(zero));
         self.content[region].insert(present);
