@@ -3,7 +3,7 @@
 use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
-    ByteRange, Keep, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Process, pages::WINDOW_PAGES,
+    ByteRange, Keep, PAGE_BYTES, PageBuffer, PageCount, PageNumber, PageRange, PageSet, Process, pages::WINDOW_PAGES,
     process::Span, shared::Shared, window::WindowPages, zero,
 };
 
@@ -12,7 +12,7 @@ const SMALL_GAP: PageCount = PageCount::new(512);
 
 thread_local! {
     /// Pages of a window, for a moment. It stays in the core's cache.
-    static WINDOW: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    static WINDOW: RefCell<PageBuffer> = RefCell::new(PageBuffer::new(WINDOW_PAGES.index()));
 }
 
 /// Where a region is in its process.
@@ -89,8 +89,7 @@ impl Private {
     /// Reads the pages of a window, and gives `then` their bytes, in order.
     pub(crate) fn with_pages<T>(&self, pages: WindowPages, then: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
         WINDOW.with_borrow_mut(|window| {
-            window.resize(WINDOW_PAGES.buffer_bytes(), 0);
-            let bytes = &mut window[..pages.bytes() as usize];
+            let bytes = &mut window.bytes_mut()[..pages.bytes() as usize];
             self.read_into(pages, bytes)?;
             Ok(then(bytes))
         })

@@ -13,7 +13,7 @@ use std::{io, mem, ops::Range, os::fd::BorrowedFd};
 use rustix::io::Errno;
 
 use crate::{
-    Error, PAGE_BYTES, PageCount, Region, WINDOW_PAGES,
+    Error, PAGE_BYTES, PageBuffer, PageCount, Region, WINDOW_PAGES,
     region::Held,
     shared::Shared,
     slots::Slot,
@@ -33,15 +33,15 @@ pub struct WindowBuffer {
 }
 
 enum Room {
-    /// Empty, or as long as a window.
-    Own(Vec<u8>),
+    /// As long as a window, once something was read.
+    Own(Option<PageBuffer>),
     /// Of another process, too.
     Slot(Slot),
 }
 
 impl Default for Room {
     fn default() -> Self {
-        Self::Own(Vec::new())
+        Self::Own(None)
     }
 }
 
@@ -57,19 +57,14 @@ impl WindowBuffer {
 
     fn first(&self, bytes: usize) -> &[u8] {
         match &self.room {
-            Room::Own(room) => &room[..bytes],
+            Room::Own(room) => room.as_ref().map_or(&[], |room| &room.bytes()[..bytes]),
             Room::Slot(slot) => slot.filled(bytes),
         }
     }
 
     pub(crate) fn room(&mut self) -> &mut [u8] {
         match &mut self.room {
-            Room::Own(room) => {
-                if room.is_empty() {
-                    *room = vec![0; WINDOW_PAGES.buffer_bytes()];
-                }
-                room
-            }
+            Room::Own(room) => room.get_or_insert_with(|| PageBuffer::new(WINDOW_PAGES.index())).bytes_mut(),
             Room::Slot(slot) => slot.room(),
         }
     }
@@ -249,4 +244,17 @@ pub(crate) fn places(all: WindowPages, some: WindowPages) -> impl Iterator<Item 
         let start = before.count_ones() as usize * PAGE_BYTES;
         start..start + run.bytes() as usize
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Kernels copy pages to it at full speed then: see [`PageBuffer`].
+    #[test]
+    fn a_window_is_copied_to_the_start_of_a_page() {
+        let mut buffer = WindowBuffer::default();
+        assert!(buffer.room().as_ptr().addr().is_multiple_of(PAGE_BYTES));
+        assert_eq!(buffer.room().len(), WINDOW_PAGES.buffer_bytes());
+    }
 }

@@ -3,7 +3,7 @@ use std::num::NonZeroU64;
 
 use rustix::fs::Advice;
 use serde::Serialize;
-use transship_memory::PageCount;
+use transship_memory::{PageBuffer, PageCount};
 use transship_secure::Identities;
 use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Record, RunState};
 
@@ -190,13 +190,13 @@ fn mapped(snapshot: &Snapshot, check: bool) -> Result<SnapshotInfo, Error> {
 fn mapped_block(snapshot: &Snapshot, block: &Block, check: bool) -> Result<BlockInfo, Error> {
     let mut info = of_block(block);
     let Some(geometry) = block.geometry() else { return Ok(BlockInfo { left_out: true, ..info }) };
-    let mut bytes = vec![0; if check { READ_PAGES.buffer_bytes() } else { 0 }];
+    let mut buffer = PageBuffer::new(if check { READ_PAGES.index() } else { 0 });
     snapshot.each_stored(block, |run| {
         info.stored += run.count.get();
         for part in run.parts(READ_PAGES).filter(|_| check) {
             let at = geometry.pages_offset + part.first.offset();
             let what = format!("pages of {:?}", &*block.name);
-            snapshot.read_exact(&what, &mut bytes[..part.bytes() as usize], at)?;
+            snapshot.read_exact(&what, &mut buffer.bytes_mut()[..part.bytes() as usize], at)?;
         }
         Ok(())
     })?;

@@ -10,7 +10,9 @@ use crate::PAGE_BYTES;
 /// without, and written at 7 and 4.5.
 const HUGE_BYTES: usize = 2 << 20;
 
-/// Whole pages of our own, aligned for direct I/O.
+/// Whole pages of our own, aligned for direct I/O, and for copies by the kernel: it copies pages to where a vector
+/// begins, 16 bytes behind the start of a page, at 2.2 GB/s on an EPYC of the third generation, and to the start of one
+/// at 7.3. 32 bytes behind it are as fast.
 pub struct PageBuffer {
     /// The pages, and room to align them in.
     room: Vec<u8>,

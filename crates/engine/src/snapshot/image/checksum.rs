@@ -11,11 +11,12 @@ use std::{
 };
 
 use rustix::{fs::SeekFrom, io::Errno};
-use transship_memory::ByteRange;
+use transship_memory::{ByteRange, PageBuffer, PageCount};
 
 use crate::Progress;
 
 const PIECE: u64 = 1 << 20;
+const PIECE_PAGES: PageCount = PageCount::within(PIECE);
 
 /// The checksum of a file's first `bytes`, as hexadecimal digits.
 ///
@@ -24,7 +25,7 @@ const PIECE: u64 = 1 << 20;
 pub(super) fn of(file: &File, bytes: u64, progress: &Progress) -> io::Result<String> {
     let next = AtomicU64::new(0);
     let work = || -> io::Result<Vec<(u64, [u8; 32])>> {
-        let (mut found, mut buffer) = (Vec::new(), vec![0; PIECE as usize]);
+        let (mut found, mut buffer) = (Vec::new(), PageBuffer::new(PIECE_PAGES.index()));
         loop {
             let number = next.fetch_add(1, Relaxed);
             let begin = number.saturating_mul(PIECE);
@@ -38,7 +39,7 @@ pub(super) fn of(file: &File, bytes: u64, progress: &Progress) -> io::Result<Str
             if !has_data(file, ByteRange::sized(begin, length))? {
                 continue;
             }
-            let piece = &mut buffer[..length as usize];
+            let piece = &mut buffer.bytes_mut()[..length as usize];
             file.read_exact_at(piece, begin)?;
             if piece.iter().any(|byte| *byte != 0) {
                 found.push((number, blake3::hash(piece).into()));
