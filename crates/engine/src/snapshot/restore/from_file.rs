@@ -29,6 +29,9 @@ use crate::{
 pub(super) const URGENT_THREADS: usize = 4;
 /// Pages about one that somebody waits for that are brought with it: 128 KiB.
 const URGENT_PAGES: PageCount = PageCount::new(32);
+/// Room for the rest: a huge page, which a disk fills faster than as many small ones, also where it fills a part of it.
+/// A fault that is waited for would wait for a huge page to be cleared, too.
+const ROOM_PAGES: PageCount = PageCount::within(2 << 20);
 
 /// Pages on their way from a file. All threads use it at once.
 pub(super) struct FromFile {
@@ -91,7 +94,7 @@ impl FromFile {
     }
 
     fn bring_all(&self, progress: &Progress) {
-        let mut buffer = self.buffer(UNIT_PAGES);
+        let mut buffer = self.buffer(UNIT_PAGES.max(ROOM_PAGES));
         while let Some(&(region, first)) = self.units.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             if self.has_ended() {
                 return;
