@@ -1,6 +1,7 @@
 //! The rules of CONTRIBUTING.md that a program can look at. Each finding says where it is and how to mend it.
 #![allow(clippy::unwrap_used)]
 mod engine;
+mod links;
 mod prose;
 mod sources;
 

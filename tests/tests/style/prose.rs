@@ -51,8 +51,11 @@ const OPENINGS: [(&str, &str); 5] = [
     ("Should anything ", "If anything …"),
 ];
 
+/// Where documents are.
+pub(crate) const DOCUMENTS: [&str; 4] = ["docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"];
+
 /// Lines of prose: of a document what is not code, of a program its comments.
-fn prose(path: &str, text: &str) -> Vec<(usize, String)> {
+pub(crate) fn prose(path: &str, text: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     let mut in_code = false;
     for (number, line) in text.lines().enumerate() {
@@ -78,7 +81,7 @@ fn opens(line: &str, opening: &str) -> bool {
 #[test]
 fn prose_uses_words_that_readers_know() {
     let mut findings = Vec::new();
-    let documents = files(&["docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"], ".md");
+    let documents = files(&DOCUMENTS, ".md");
     for (path, text) in documents.into_iter().chain(sources()).filter(|(path, _)| path != "tests/tests/style/prose.rs")
     {
         let lines = prose(&path, &text);
