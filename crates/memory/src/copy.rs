@@ -3,13 +3,22 @@
 //! Here any page may be the first of a window.
 
 use std::{
+    cell::RefCell,
     io, ptr,
     sync::{MutexGuard, PoisonError, TryLockError},
 };
 
 use rustix::io::Errno;
 
-use crate::{Error, PAGE_BYTES, PageCount, PageRange, Region, region::Held, shared::Shared, window::WindowPages, zero};
+use crate::{
+    Error, PAGE_BYTES, PageCount, PageRange, Region, WindowBuffer, region::Held, shared::Shared, window::WindowPages,
+    zero,
+};
+
+thread_local! {
+    /// Private pages that are only looked at, for a moment.
+    static LOOKED_AT: RefCell<WindowBuffer> = RefCell::new(WindowBuffer::default());
+}
 
 impl Region {
     /// Of the wanted pages: the mask of those that are all zero. SIMD at the machine's width. A page that is written
@@ -21,7 +30,8 @@ impl Region {
         self.check_window(wanted)?;
         match &self.held {
             Held::Shared(shared) => Ok(shared.zero_mask(wanted)),
-            Held::Private(private) => private.zero_mask(wanted).map_err(|e| self.unread(e)),
+            Held::Private(_) => LOOKED_AT
+                .with_borrow_mut(|window| self.read_into(wanted, true, &mut window.room()[..wanted.bytes() as usize])),
         }
     }
 

@@ -1,19 +1,14 @@
 //! Guest memory that its process shares with nobody, and that can't be mapped here: every byte is copied by the kernel.
 
-use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
+use std::{io, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
-    ByteRange, Keep, PAGE_BYTES, PageBuffer, PageCount, PageNumber, PageRange, PageSet, Process, pages::WINDOW_PAGES,
-    process::Span, shared::Shared, window::WindowPages, zero,
+    ByteRange, Keep, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Process, process::Span, shared::Shared,
+    window::WindowPages,
 };
 
 /// Pages that cost as much to look at as to ask about what is behind them alone.
 const SMALL_GAP: PageCount = PageCount::new(512);
-
-thread_local! {
-    /// Pages of a window, for a moment. It stays in the core's cache.
-    static WINDOW: RefCell<PageBuffer> = RefCell::new(PageBuffer::new(WINDOW_PAGES.index()));
-}
 
 /// Where a region is in its process.
 pub(crate) struct Private {
@@ -86,15 +81,6 @@ impl Private {
         wanted.ranges_near(SMALL_GAP).try_for_each(|range| self.add_data(range, data))
     }
 
-    /// Reads the pages of a window, and gives `then` their bytes, in order.
-    pub(crate) fn with_pages<T>(&self, pages: WindowPages, then: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
-        WINDOW.with_borrow_mut(|window| {
-            let bytes = &mut window.bytes_mut()[..pages.bytes() as usize];
-            self.read_into(pages, bytes)?;
-            Ok(then(bytes))
-        })
-    }
-
     /// Reads the pages to the end of `out`.
     pub(crate) fn append(&self, pages: WindowPages, out: &mut Vec<u8>) -> io::Result<()> {
         let before = out.len();
@@ -113,10 +99,6 @@ impl Private {
 
     pub(crate) fn read(&self, pages: PageRange, into: &mut [u8]) -> io::Result<()> {
         self.process.read(&[self.span(pages)], into)
-    }
-
-    pub(crate) fn zero_mask(&self, wanted: WindowPages) -> io::Result<u128> {
-        self.with_pages(wanted, |bytes| zero::mask(wanted, bytes))
     }
 
     pub(crate) fn write(&self, pages: PageRange, bytes: &[u8]) -> io::Result<()> {
