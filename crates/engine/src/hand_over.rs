@@ -70,7 +70,8 @@ impl MoveInProgress<'_, '_> {
     }
 
     fn up_to_no_return(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<Found, Error> {
-        let found = self.guest.stop_at_once();
+        let asked = rounds.ask_what_it_gave_back(self.guest.unguarded());
+        let found = asked.and_then(|()| self.guest.stop_at_once().map_err(Error::from));
         rounds.let_writers_go();
         let found = found?;
         fail_point::reach_by(peer.name(), "stopped")?;

@@ -31,6 +31,9 @@ pub(crate) trait Receiver {
     /// When the rest may follow the guest; none: never.
     fn post_copy(&self) -> Option<PostCopyAfter>;
 
+    /// Whether all memory is compared before the guest is given up.
+    fn compares(&self) -> bool;
+
     /// Hands the guest over by [`MoveInProgress::hand_over`], and does what remains to be done after that.
     fn hand_over(
         &mut self,
@@ -59,7 +62,8 @@ pub(crate) fn carry_out(
     let guest = &mut Guarded::new(guest, guard);
     let result = receiver.connect(guest, progress).and_then(|mut session| {
         let (at_stop, post_copy) = (AtStop::new(&terms.at_stop), receiver.post_copy());
-        let mut course = MoveInProgress { guest: &mut *guest, progress, report, begin, at_stop, post_copy };
+        let compares = receiver.compares();
+        let mut course = MoveInProgress { guest: &mut *guest, progress, report, begin, at_stop, post_copy, compares };
         let result = course
             .up_to_switchover(&mut rounds, &mut session, terms)
             .and_then(|rounds| receiver.hand_over(&mut session, &mut course, rounds))

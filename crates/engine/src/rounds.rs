@@ -85,6 +85,8 @@ pub(crate) struct MoveInProgress<'a, 'g> {
     pub(crate) at_stop: AtStop,
     /// When the rest may follow the guest; none: never.
     pub(crate) post_copy: Option<PostCopyAfter>,
+    /// All memory is compared at the end, also what no guest relies on.
+    pub(crate) compares: bool,
 }
 
 impl MoveInProgress<'_, '_> {
@@ -98,13 +100,13 @@ impl MoveInProgress<'_, '_> {
     ) -> Result<&'r mut Rounds, Error> {
         let MoveTerms { downtime, max_downtime, bandwidth, max_rounds, converge, ref hold, .. } = *terms;
         let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
-        let Self { guest, progress, report, begin, post_copy, .. } = self;
+        let Self { guest, progress, report, begin, post_copy, compares, .. } = self;
         let is_running = guest.unguarded().is_running()?;
         let holding = Holding::new(hold, progress);
         if !is_running {
             holding.refuse_standing()?;
         }
-        let rounds = rounds.insert(Rounds::begin(guest.unguarded(), converge, progress)?);
+        let rounds = rounds.insert(Rounds::begin(guest.unguarded(), converge, *compares, progress)?);
         rounds.holding = holding;
         reach(link, "tracking")?;
         report.setup_ms = begin.elapsed().as_secs_f64() * 1e3;
@@ -124,14 +126,23 @@ impl MoveInProgress<'_, '_> {
 
 impl Rounds {
     /// Arms the tracking.
-    fn begin(guest: &mut dyn SourceGuest, converge: Converge, progress: &Arc<Progress>) -> Result<Self, Error> {
+    fn begin(
+        guest: &mut dyn SourceGuest,
+        converge: Converge,
+        compares: bool,
+        progress: &Arc<Progress>,
+    ) -> Result<Self, Error> {
         let tracker = guest.track()?;
-        let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
+        let freeing = match guest.freeing() {
+            Freeing::Announced if compares => Freeing::Possible,
+            freeing => freeing,
+        };
+        let scanner = Scanner::begin(guest.memory(), tracker, freeing)?;
         let pacing = Pacing::new(converge, scanner.waits(), progress)?;
         Ok(Self {
             scanner,
             free: FreePages::of(guest),
-            freeing: guest.freeing(),
+            freeing,
             pacing,
             holding: Holding::default(),
             number: 0,
@@ -217,6 +228,11 @@ impl Rounds {
     /// The guest has been stopped, or could not be: nobody is held any more.
     pub(crate) fn let_writers_go(&mut self) {
         self.pacing.end();
+    }
+
+    /// Before the guest is stopped: whether the last scan is to search for holes.
+    pub(crate) fn ask_what_it_gave_back(&mut self, guest: &mut dyn SourceGuest) -> Result<(), Error> {
+        self.scanner.ask_what_it_gave_back(guest)
     }
 
     /// The last scan, while the guest is stopped. From now on it gives no memory back.

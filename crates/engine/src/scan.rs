@@ -14,7 +14,11 @@ use transship_memory::{
     Waits, WindowPages,
 };
 
-use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap};
+use crate::{
+    Error, Progress, Report, RoundReport, TrackerName, TrackerReport,
+    guest::{RegionPages, SourceGuest},
+    page_map::PageMap,
+};
 
 /// The windows that are passed between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
@@ -71,6 +75,7 @@ impl Pending {
 pub(crate) struct Scanner {
     memory: GuestMemory,
     tracker: Box<dyn Tracker>,
+    freeing: Freeing,
     /// By region.
     holes: Vec<Holes>,
     pending: Vec<Pending>,
@@ -99,7 +104,8 @@ impl Scanner {
         let (next, last_scan) = (RoundReport::default(), Instant::now());
         let (pending, owed, unseen) = (Vec::new(), Vec::new(), Vec::new());
         let (waits, held) = (tracker.waits(), Duration::ZERO);
-        let mut scanner = Self { memory, tracker, holes, pending, dead, owed, unseen, next, last_scan, waits, held };
+        let mut scanner =
+            Self { memory, tracker, freeing, holes, pending, dead, owed, unseen, next, last_scan, waits, held };
         for index in 0..scanner.memory.regions().len() {
             let send = scanner.find_written(index, None)?;
             scanner.pending.push(Pending::all(send));
@@ -184,7 +190,22 @@ impl Scanner {
 
     /// Notes pages that were pending and were not sent. Most likely the next search finds them to be holes.
     pub(crate) fn not_sent(&mut self, places: Vec<RegionPages>) {
+        if !places.is_empty() {
+            self.search_again();
+        }
         self.owed = places;
+    }
+
+    /// Before a scan: if the guest says when it gives memory back, and has, there is a search for holes.
+    pub(crate) fn ask_what_it_gave_back(&mut self, guest: &mut dyn SourceGuest) -> Result<(), Error> {
+        if self.freeing == Freeing::Announced && guest.gave_back()? {
+            self.search_again();
+        }
+        Ok(())
+    }
+
+    fn search_again(&mut self) {
+        self.holes.iter_mut().for_each(Holes::look_again);
     }
 
     /// Notes pages that may be written without being tracked: they count as written in the last scan.
@@ -276,8 +297,11 @@ impl Scanner {
         if let Some(before) = earlier {
             written.union_with(&before.send);
             // Pages that had become holes, which were not announced to the other end. If one was read since, it is
-            // memory of zeros, and does not count as written.
-            written.union_with(&before.gone);
+            // memory of zeros, and does not count as written. The others still are holes.
+            if !before.gone.is_empty() {
+                written.union_with(&before.gone);
+                self.holes[index].look_again();
+            }
             let unseen = self.unseen.iter().filter(|place| place.region == index);
             unseen.for_each(|place| written.insert(place.pages));
         }

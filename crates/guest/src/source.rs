@@ -46,6 +46,14 @@ pub trait SourceGuest: Send {
     fn freeing(&self) -> Freeing {
         Freeing::Possible
     }
+    /// Whether memory was given back since `track`, or since this was asked last: of a guest whose `freeing` is
+    /// [`Freeing::Announced`]. What comes with its stop may be missed.
+    ///
+    /// # Errors
+    /// The VMM does not say.
+    fn gave_back(&mut self) -> Result<bool, GuestError> {
+        Ok(true)
+    }
     /// The source of hints about memory that the guest does not need, if there is one. Called at most once.
     fn hints(&mut self) -> Option<Box<dyn Hints>> {
         None

@@ -2,8 +2,9 @@
 //!
 //! Asking the file system costs a look at every page: 16 ms a GiB, in a moment when the guest stands still. So only
 //! pages are looked at of which it matters. In a VM that never gives memory back, all looks but the first can be saved:
-//! what was data still is, and new data can only be pages that somebody wrote. In others, pages of which a note is kept
-//! need not be looked at: they are mapped there as long as they are data.
+//! what was data still is, and new data can only be pages that somebody wrote. The same holds of one that says when it
+//! does, until it says so. In others, pages of which a note is kept need not be looked at: they are mapped there as
+//! long as they are data.
 use std::sync::Arc;
 
 use crate::{
@@ -12,13 +13,17 @@ use crate::{
     region::Held,
 };
 
-/// Whether pages that hold something may become holes while the VM runs (ballooning, free page reporting).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Whether pages that hold something may become holes while the VM runs (ballooning, free page reporting). From what
+/// is simplest to what is hardest to follow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Freeing {
-    /// Ask the file system each time.
-    Possible,
     /// The VM has nothing that could do so.
     Never,
+    /// The VM says when it has happened, and the guest does not rely on what such pages hold when it has them back.
+    /// Nothing is looked for until it says so: see [`Holes::look_again`].
+    Announced,
+    /// Ask the file system each time.
+    Possible,
 }
 
 /// What is known about the holes of one region.
@@ -37,7 +42,8 @@ impl Holes {
     }
 
     /// From now on pages that were given back are found also when they are there again: see [`Holes::came_back`].
-    /// Nothing is to be done in a VM that never gives memory back, and of private memory, where the tracker sees them.
+    /// Nothing is to be done in a VM that never gives memory back, or says so, and of private memory, where the tracker
+    /// sees them.
     ///
     /// # Errors
     /// It can't be done: a file on a disk, a kernel before Linux 5.14, or a process that may not use userfaultfd.
@@ -69,15 +75,20 @@ impl Holes {
         self.noted.as_ref().map_or_else(Note::default, |noted| Note::new(Arc::clone(noted), there))
     }
 
-    /// The pages of `wanted` that are not holes, and maybe others that are none. In a VM that never gives memory back:
-    /// what was wanted before and is not among them must not have been written since it was. Where note is kept, pages
-    /// count as they were when [`Holes::came_back`] was asked.
+    /// Memory was given back: the next look asks the file system.
+    pub fn look_again(&mut self) {
+        self.data = None;
+    }
+
+    /// The pages of `wanted` that are not holes, and maybe others that are none. In a VM that never gives memory back,
+    /// or says so: what was wanted before and is not among them must not have been written since it was. Where note is
+    /// kept, pages count as they were when [`Holes::came_back`] was asked.
     ///
     /// # Errors
     /// The system's own.
     pub fn look(&mut self, region: &Region, wanted: &PageSet) -> Result<&PageSet, Error> {
         let known = match self.data.take() {
-            Some(mut known) if self.freeing == Freeing::Never => {
+            Some(mut known) if self.freeing != Freeing::Possible => {
                 known.union_with(wanted);
                 known
             }
@@ -128,7 +139,7 @@ mod tests {
 
     #[test]
     fn pages_that_nobody_asked_for_are_found_when_they_are_written() {
-        for freeing in [Freeing::Possible, Freeing::Never] {
+        for freeing in [Freeing::Possible, Freeing::Announced, Freeing::Never] {
             let region = region();
             let mut holes = Holes::new(freeing);
             // Of two pages that hold something one is asked for.
@@ -142,14 +153,17 @@ mod tests {
 
     #[test]
     fn what_is_known_is_what_the_file_has() {
-        for freeing in [Freeing::Possible, Freeing::Never] {
+        for freeing in [Freeing::Possible, Freeing::Announced, Freeing::Never] {
             let region = region();
             let mut holes = Holes::new(freeing);
             assert_eq!(*holes.look(&region, &PageSet::full(PageCount::new(PAGES))).unwrap(), region.data().unwrap());
             let written = write(&region, 256);
             assert_eq!(data_of(&mut holes, &region, &written), written);
-            if freeing == Freeing::Possible {
+            if freeing != Freeing::Never {
                 region.clear(PageRange::new(3, 40)).unwrap();
+                if freeing == Freeing::Announced {
+                    holes.look_again();
+                }
                 assert_eq!(
                     *holes.look(&region, &PageSet::full(PageCount::new(PAGES))).unwrap(),
                     region.data().unwrap()
@@ -159,12 +173,28 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_never_frees_is_asked_once() {
+    fn a_vm_that_never_frees_or_says_so_is_asked_once() {
+        for freeing in [Freeing::Announced, Freeing::Never] {
+            let region = region();
+            let mut holes = Holes::new(freeing);
+            holes.look(&region, &PageSet::full(PageCount::new(PAGES))).unwrap();
+            write(&region, 256);
+            // Told nothing, it does not see the new pages: so it did not look.
+            let none = PageSet::empty(PageCount::new(PAGES));
+            assert_eq!(holes.look(&region, &none).unwrap().count(), PageCount::new(128), "{freeing:?}");
+        }
+    }
+
+    #[test]
+    fn pages_that_come_after_another_look_are_found_when_they_are_written() {
         let region = region();
-        let mut holes = Holes::new(Freeing::Never);
-        holes.look(&region, &PageSet::full(PageCount::new(PAGES))).unwrap();
-        write(&region, 256);
-        // Told nothing, it does not see the new pages: so it did not look.
-        assert_eq!(holes.look(&region, &PageSet::empty(PageCount::new(PAGES))).unwrap().count(), PageCount::new(128));
+        let mut holes = Holes::new(Freeing::Announced);
+        let all = PageSet::full(PageCount::new(PAGES));
+        holes.look(&region, &all).unwrap();
+        region.clear(PageRange::new(0, 128)).unwrap();
+        holes.look_again();
+        assert_eq!(holes.look(&region, &all).unwrap().count(), PageCount::ZERO);
+        let written = write(&region, 0);
+        assert_eq!(data_of(&mut holes, &region, &written), written);
     }
 }

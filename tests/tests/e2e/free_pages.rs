@@ -4,6 +4,7 @@ use crate::{
     ends::{move_between, number},
     sector::{Move, SharedDisk, give_back, peek, poke, read_as_guest, wait_counting},
 };
+use serde_json::json;
 use std::{os::unix::fs::MetadataExt, path::Path};
 use transship_lab::{Qemu, QemuBuilder, Result, Workload, wait_until};
 
@@ -58,6 +59,38 @@ fn what_is_given_back_and_read_again_is_zero_there() -> Result<()> {
     peek(&destination, at, &mut arrived)?;
     assert!(arrived == bytes);
     wait_counting(&destination)
+}
+
+fn inflate(guest: &Qemu, left: u64) -> Result<()> {
+    guest.qmp("balloon", json!({ "value": left }))?;
+    wait_until("the balloon", || Ok(guest.qmp("query-balloon", json!({}))?["actual"] == json!(left)))
+}
+
+/// By a balloon that takes what its host asks for, and says so.
+#[test]
+fn what_a_balloon_takes_during_a_move_is_taken_at_the_destination() -> Result<()> {
+    let workload = Workload { mib: 32, ..Workload::LINUX };
+    let guest = || {
+        let guest = Qemu::linux().memory((MEMORY / MIB) as u32).workload(workload);
+        guest.args(["-device", "virtio-balloon-pci"])
+    };
+    let (source, destination) = (guest().append("workload.stale=300").start()?, guest().incoming().start()?);
+    source.ready()?;
+    let moving = Move::at("source.round", &source, &destination, &[])?;
+    let memory = source.memory_files()[0].clone();
+    let before = allocated(&memory);
+    inflate(&source, MEMORY / 2)?;
+    let after = allocated(&memory);
+    assert!(after + 150 * MIB < before, "{before} and {after}");
+    let (here, there) = moving.finish()?;
+    here.expect_code(0)?;
+    there.expect_code(0)?;
+    let arrived = allocated(&destination.memory_files()[0]);
+    assert!(arrived < after + 32 * MIB, "{after} and {arrived}");
+    assert_eq!(destination.sweep()?.errors, 0);
+    inflate(&destination, MEMORY)?;
+    assert_eq!(destination.sweep()?.errors, 0);
+    Ok(())
 }
 
 /// Blocks are freed, reported and taken away, taken again and written while rounds run.

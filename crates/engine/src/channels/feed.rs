@@ -121,7 +121,7 @@ pub(crate) fn trim(
 ) -> Result<Vec<WindowPages>, Error> {
     let mut left = windows.clone();
     free.trim(region, &mut left);
-    if work.freeing == Freeing::Possible {
+    if work.freeing != Freeing::Never {
         left.retain_mut(|wanted| {
             let holes = scan::new_holes(&shared.memory.regions()[region], *wanted);
             new_holes.extend(wanted.with(holes).runs().map(|pages| RegionPages { region, pages }));

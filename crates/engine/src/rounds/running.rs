@@ -46,6 +46,7 @@ impl RunningGuest for MovingGuest<'_, '_> {
         rounds.looks = Some(Vec::new());
         rounds.send_first_and_unplug(guest, *link, progress, report)?;
         let looks = rounds.looks.take().unwrap_or_default();
+        rounds.scanner.ask_what_it_gave_back(guest.unguarded())?;
         rounds.scanner.scan(link.content(), report, progress)?;
         let rest = rounds.scanner.pending_bytes();
         let seen = plan::FirstRound::seen(report, rest, forecast, &looks);
@@ -70,6 +71,7 @@ impl Kept for MovingGuest<'_, '_> {
 
     fn look(&mut self, progress: &Progress) -> Result<(), Error> {
         self.rounds.pacing.between_rounds();
+        self.rounds.scanner.ask_what_it_gave_back(self.guest.unguarded())?;
         self.rounds.scanner.scan_on(self.link.content(), progress)
     }
 
@@ -78,6 +80,7 @@ impl Kept for MovingGuest<'_, '_> {
         guest.drain(report)?;
         rounds.send_pending(*link, DONE_TIMEOUT, progress, report)?;
         reach(*link, step)?;
+        rounds.scanner.ask_what_it_gave_back(guest.unguarded())?;
         rounds.scanner.scan(link.content(), report, progress)
     }
 

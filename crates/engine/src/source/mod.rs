@@ -77,6 +77,10 @@ impl Receiver for ToTransship<'_> {
         self.options.post_copy
     }
 
+    fn compares(&self) -> bool {
+        self.options.verify
+    }
+
     fn hand_over(
         &mut self,
         session: &mut MoveSession,

@@ -171,7 +171,7 @@ fn compare(
     let why = match freeing {
         // A page that was given back, and only read since, is written nowhere. Where no note is kept of it, it holds
         // zeros here, and there what it held before.
-        Freeing::Possible => {
+        Freeing::Announced | Freeing::Possible => {
             "If the guest's memory is in a file on a disk, the difference may be memory that its balloon gave back and \
              it has read since; else it is a bug of transship"
         }

@@ -19,7 +19,7 @@ use transship_engine::{
     Compress, Error, Listener, Misfit, MoveOptions, MoveTerms, Progress, Report, Rule, Status, Uri, WhenBusy,
     ZeroPages, guest::GuestError, move_guest, receive_guest,
 };
-use transship_memory::{GuestMemory, PAGE, PageCount};
+use transship_memory::{Freeing, GuestMemory, PAGE, PageCount};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
@@ -46,9 +46,11 @@ proptest! {
         zero_pages in prop_oneof![Just(ZeroPages::Channels), Just(ZeroPages::Main), Just(ZeroPages::Off)],
         kinds in (kind(), kind()),
         lends in any::<bool>(),
+        freeing in prop_oneof![Just(Freeing::Possible), Just(Freeing::Announced)],
+        verify in any::<bool>(),
     ) {
         let folder = tempfile::tempdir().unwrap();
-        let mut source = Scripted::living(&PAGES, life).with_memory(kinds.0);
+        let mut source = Scripted { freeing, ..Scripted::living(&PAGES, life).with_memory(kinds.0) };
         source.script.lock().unwrap().late = late;
         for op in &before {
             common::apply(&source.memory, op, &mut source.script.lock().unwrap().history);
@@ -57,7 +59,7 @@ proptest! {
         let compress: Compress = compress.parse().unwrap();
         let terms = MoveTerms { zero_pages, encoders, when_busy, ..patient().terms };
         let lend_to = if lends { common::us() } else { None };
-        let options = MoveOptions { channels, compress, verify: true, lend_to, terms, ..patient() };
+        let options = MoveOptions { channels, compress, verify, lend_to, terms, ..patient() };
         let ended = run(&mut source, &mut destination, &options, folder.path());
         ended.source.unwrap();
         ended.destination.unwrap();
@@ -66,7 +68,11 @@ proptest! {
         prop_assert!(may_be_lent || ended.report.bytes.lent == 0);
         prop_assert!(!may_be_lent || ended.report.bytes.lent == ended.report.pages.normal * PAGE);
         prop_assert!(destination.has_kept(kinds.1));
-        let wrong = source.script.lock().unwrap().history.wrong(&source.memory, &contents(&destination.memory));
+        let (there, script) = (contents(&destination.memory), source.script.lock().unwrap());
+        let wrong = match freeing {
+            Freeing::Announced if !verify => script.history.wrong_for_a_balloon(&source.memory, &there),
+            _ => script.history.wrong(&source.memory, &there),
+        };
         prop_assert_eq!(wrong, vec![]);
         prop_assert!(source.state == destination.state);
         prop_assert_eq!(destination.started, Some(true));
@@ -195,6 +201,27 @@ fn what_a_balloon_gave_back_is_named_where_memory_is_on_a_disk_and_the_digests_d
     assert_eq!(source.script.lock().unwrap().resumed, Some(true));
 }
 
+/// What it says in time is not there any more. What it says nothing of is as it was, which no guest minds.
+#[test]
+fn what_a_guest_says_that_it_gave_back_is_given_back_there() {
+    for (says, left) in [(true, 40), (false, 100)] {
+        let folder = tempfile::tempdir().unwrap();
+        let free = Op::Free { region: 1, first: 20, count: 60 };
+        let mut source = Scripted::new(&PAGES, vec![vec![], vec![free]]);
+        source.freeing = if says { Freeing::Announced } else { Freeing::Never };
+        let fill = Op::FillRun { region: 1, first: 0, count: 100, byte: 7 };
+        common::apply(&source.memory, &fill, &mut source.script.lock().unwrap().history);
+        source.script.lock().unwrap().meanwhile.push_back(vec![Op::Fill { region: 0, page: 1, byte: 1 }]);
+        let mut destination = Waiting::new(&PAGES);
+        let options = MoveOptions { verify: false, ..patient() };
+        let ended = run(&mut source, &mut destination, &options, folder.path());
+        ended.source.unwrap();
+        assert_eq!(destination.memory.regions()[1].data().unwrap().count(), PageCount::new(left), "{says}");
+        let script = source.script.lock().unwrap();
+        assert_eq!(script.history.wrong_for_a_balloon(&source.memory, &contents(&destination.memory)), []);
+    }
+}
+
 /// Looking at a hole would make it memory again.
 #[test]
 fn what_becomes_a_hole_before_its_turn_is_not_read() {
@@ -202,9 +229,15 @@ fn what_becomes_a_hole_before_its_turn_is_not_read() {
     // Done in the second round, when the first region was looked at already; one of these pages is used again.
     let free = Op::Free { region: 0, first: 10, count: 50 };
     let fill = |page| Op::Fill { region: 0, page, byte: 9 };
-    for compress in ["none", "lz4"] {
+    for (compress, freeing) in [
+        ("none", Freeing::Possible),
+        ("lz4", Freeing::Possible),
+        ("none", Freeing::Announced),
+        ("lz4", Freeing::Announced),
+    ] {
         let mut source =
             Scripted::new(&PAGES, vec![(0..100).map(fill).collect(), vec![free.clone()], vec![fill(12), fill(80)]]);
+        source.freeing = freeing;
         for page in 0..100 {
             common::apply(&source.memory, &fill(page), &mut source.script.lock().unwrap().history);
         }
@@ -213,8 +246,9 @@ fn what_becomes_a_hole_before_its_turn_is_not_read() {
         let options = MoveOptions { compress: compress.parse().unwrap(), verify: false, ..patient() };
         let ended = run(&mut source, &mut destination, &options, folder.path());
         ended.source.unwrap();
-        assert_eq!(source.memory.regions()[0].data().unwrap().count(), PageCount::new(50 + 1), "{compress}");
-        assert!(contents(&source.memory) == contents(&destination.memory), "{compress}");
+        let left = source.memory.regions()[0].data().unwrap().count();
+        assert_eq!(left, PageCount::new(50 + 1), "{compress}, {freeing:?}");
+        assert!(contents(&source.memory) == contents(&destination.memory), "{compress}, {freeing:?}");
         let report = ended.report;
         assert_eq!((report.rounds[0].hole, report.pages.zero), (1300 - 100, 0), "{report:?}");
         assert_eq!((report.rounds[1].hole, report.pages.normal), (50, 100 + 50 + 2), "{report:?}");

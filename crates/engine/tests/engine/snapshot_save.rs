@@ -21,7 +21,7 @@ use transship_engine::{
     DirectIo, Error, FilePlace, FileUri, Format, Misfit, Progress, Report, SaveOptions, Status, Then, Way,
     guest::GuestError, save_guest,
 };
-use transship_memory::{ByteRange, PAGE_BYTES, PageCount, PageRange, WindowPages};
+use transship_memory::{ByteRange, Freeing, PAGE_BYTES, PageCount, PageRange, WindowPages};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
@@ -67,9 +67,10 @@ proptest! {
         direct_io in prop_oneof![Just(DirectIo::Auto), Just(DirectIo::Off)],
         offset in prop_oneof![Just(0), 1..100_000u64],
         kind in kind(),
+        freeing in prop_oneof![Just(Freeing::Possible), Just(Freeing::Announced)],
     ) {
         let folder = folder();
-        let mut guest = Scripted::living(&PAGES, life).with_memory(kind);
+        let mut guest = Scripted { freeing, ..Scripted::living(&PAGES, life).with_memory(kind) };
         // Nobody looks twice at a guest that stood from the beginning.
         guest.script.lock().unwrap().late = if way == Way::Live { late } else { vec![] };
         for op in &before {
@@ -87,7 +88,12 @@ proptest! {
             Format::Libvirt | Format::LibvirtSparse => Snapshot::read_image(&path),
             _ => Snapshot::read(&path, offset),
         };
-        prop_assert_eq!(guest.script.lock().unwrap().history.wrong(&guest.memory, &snapshot.memory), vec![]);
+        let script = guest.script.lock().unwrap();
+        prop_assert_eq!(match freeing {
+            Freeing::Announced => script.history.wrong_for_a_balloon(&guest.memory, &snapshot.memory),
+            _ => script.history.wrong(&guest.memory, &snapshot.memory),
+        }, vec![]);
+        drop(script);
         prop_assert!(snapshot.opaque() == guest.state);
         prop_assert_eq!(guest.script.lock().unwrap().resumed, Some(then == Then::Resume));
         let file = report.file.unwrap();
@@ -132,11 +138,16 @@ fn pages_are_counted_and_stale_ones_take_no_disk() {
 /// The second list is done when the last region is scanned, and the other one has been looked at.
 #[test]
 fn what_is_given_back_after_the_look_stays_given_back() {
-    for format in [Format::MappedRam, Format::Stream] {
+    for (freeing, format) in [
+        (Freeing::Possible, Format::MappedRam),
+        (Freeing::Possible, Format::Stream),
+        (Freeing::Announced, Format::MappedRam),
+        (Freeing::Announced, Format::Stream),
+    ] {
         let (folder, gone) = (folder(), PageRange::new(130, 100));
         let all = |byte| (0..250).map(|page| fill(0, page, byte)).collect::<Vec<_>>();
         let free = Op::Free { region: 0, first: gone.first.get(), count: gone.count.get() };
-        let mut guest = guest(&all(7), vec![all(8), vec![free]]);
+        let mut guest = Scripted { freeing, ..guest(&all(7), vec![all(8), vec![free]]) };
         let path = folder.path().join("snapshot");
         let (result, report) =
             save(&mut guest, &FileUri::path(&path), &SaveOptions { way: Way::Live, format, ..patient() });

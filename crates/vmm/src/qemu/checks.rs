@@ -4,7 +4,7 @@ use std::{fs, os::fd::AsFd};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
 use transship_guest::GuestError;
-use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, Region};
+use transship_memory::{GuestMemory, PAGE_BYTES, Region};
 
 use super::{
     balloon::OwnBalloon,
@@ -266,17 +266,6 @@ pub(super) fn state_is_whole(qmp: &mut Qmp) -> Result<(), GuestError> {
         None => Ok(()),
         Some(device) => Err(GuestError::Unfit(format!("{device} was plugged in meanwhile; start again"))),
     }
-}
-
-/// Whether the VM has a device by which the guest or its host gives memory back: then there may be new holes at any
-/// time.
-pub(super) fn freeing(qmp: &mut Qmp) -> Result<Freeing, GuestError> {
-    let gives_back = |kind: &str| kind.contains("balloon") || kind.starts_with("virtio-mem");
-    Ok(if devices(qmp, |kind| gives_back(kind) || may_be_anything(kind))?.is_empty() {
-        Freeing::Never
-    } else {
-        Freeing::Possible
-    })
 }
 
 #[cfg(test)]

@@ -1,16 +1,21 @@
-//! Memory that the guest gives back to the host while a snapshot of an earlier moment is being saved.
+//! Memory that the guest gives back to the host, which QEMU punches out of its file at once.
 //!
-//! What the guest gives back, QEMU punches out of the memory's file at once. Write protection does not stop that: the
-//! content of the moment is gone before it was saved. QEMU itself forbids it during its own background snapshots; from
-//! outside nobody can. So what gives memory back all the time is refused beforehand (free page reporting, virtio-mem).
-//! A balloon is what nearly every guest has and hardly any host uses, so it may stay, if it holds as much at the end as
-//! at the beginning: while it inflates the guest says so, and QEMU tells us, also what came and went in between. (The
-//! engine sees the holes themselves too.)
+//! A balloon is what nearly every guest has and hardly any host uses. It takes memory only where its host asks it to,
+//! and says how much it has: the guest says so while it inflates, and QEMU tells us, also of what came and went in
+//! between. No guest relies on what is in the memory that it gets back from there. Other devices take memory at any
+//! time without a word, and promise zeros (free page reporting), or may do so (virtio-mem, a device in another
+//! process).
+//!
+//! While a snapshot of an earlier moment is being saved, what is given back is lost to it. Write protection does not
+//! stop that: the content of the moment is gone before it was saved. QEMU itself forbids it during its own background
+//! snapshots; from outside nobody can. So all but a balloon that tells is refused beforehand, and that has to hold as
+//! much at the end as at the beginning. (The engine sees the holes themselves too.)
 use serde_json::json;
 use transship_guest::GuestError;
+use transship_memory::Freeing;
 
 use super::{
-    machine,
+    machine::{self, Device},
     qmp::{Qmp, QmpError},
 };
 
@@ -26,6 +31,14 @@ impl Balloon {
             Err(QmpError::Refused { .. }) => Ok(Self(None)),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Whether it says that it is another size by now, which is then its size; or nothing. What it took and gave back
+    /// in between does not count.
+    pub(super) fn has_changed(&mut self, qmp: &mut Qmp) -> Result<bool, GuestError> {
+        let now = Self::now(qmp)?;
+        let before = std::mem::replace(self, now);
+        Ok(now == Self(None) || now != before)
     }
 
     /// An error if it has been different at any time since.
@@ -46,15 +59,43 @@ impl Balloon {
     }
 }
 
+/// Whether the VM has a device by which the guest or its host gives memory back: then there may be new holes, at any
+/// time or when it says so.
+pub(super) fn freeing(qmp: &mut Qmp) -> Result<Freeing, GuestError> {
+    let gives_back = |kind: &str| kind.contains("balloon") || takes_at_any_time(kind);
+    let mut freeing = Freeing::Never;
+    for device in machine::devices(qmp, gives_back)? {
+        let tells = is_balloon(device.kind()) && !reports(qmp, &device)?;
+        freeing = freeing.max(if tells { Freeing::Announced } else { Freeing::Possible });
+    }
+    Ok(freeing)
+}
+
+/// QEMU's own.
+fn is_balloon(kind: &str) -> bool {
+    kind.starts_with("virtio-balloon")
+}
+
+/// Of a device that only its other process knows it can't be told; a balloon is what it most likely is.
+fn takes_at_any_time(kind: &str) -> bool {
+    kind.starts_with("virtio-mem") || machine::may_be_anything(kind)
+}
+
+/// Whether a balloon of QEMU's takes what the guest reports.
+fn reports(qmp: &mut Qmp, balloon: &Device) -> Result<bool, GuestError> {
+    match qmp.execute("qom-get", json!({ "path": balloon.path, "property": "free-page-reporting" })) {
+        Ok(value) => Ok(value != json!(false)),
+        // A QEMU that does not know the property (before 5.1) does not know the feature.
+        Err(QmpError::Refused { .. }) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Refuses a guest that may give memory back at any time.
 pub(super) fn refuse(qmp: &mut Qmp) -> Result<(), GuestError> {
-    // Of a device that only its other process knows it can't be told; a balloon is what it most likely is.
-    let at_any_time = |kind: &str| kind.starts_with("virtio-mem") || machine::may_be_anything(kind);
-    let mut found = machine::devices(qmp, at_any_time)?;
-    for balloon in machine::devices(qmp, |kind| kind.starts_with("virtio-balloon"))? {
-        let get = json!({ "path": balloon.path, "property": "free-page-reporting" });
-        // A QEMU that does not know the property (before 5.1) does not know the feature.
-        if qmp.execute("qom-get", get).is_ok_and(|value| value == json!(true)) {
+    let mut found = machine::devices(qmp, takes_at_any_time)?;
+    for balloon in machine::devices(qmp, is_balloon)? {
+        if reports(qmp, &balloon)? {
             found.push(balloon);
         }
     }

@@ -71,6 +71,8 @@ pub struct QemuSource {
     tracked: Option<Vec<Area>>,
     /// As it was when the protection began.
     balloon: Option<Balloon>,
+    /// As it was when the tracking began, or when it was asked last.
+    balloon_seen: Option<Balloon>,
     /// The balloon that a process of ours is.
     own_balloon: Option<OwnBalloon>,
     /// What that balloon says of the guest's memory, until somebody asks.
@@ -130,6 +132,7 @@ impl QemuSource {
             ask_others: None,
             tracked: None,
             balloon: None,
+            balloon_seen: None,
             own_balloon,
             hints,
             departure: Departure::by(device_state, quick_state),
@@ -166,6 +169,10 @@ impl SourceGuest for QemuSource {
 
     fn freeing(&self) -> Freeing {
         self.freeing
+    }
+
+    fn gave_back(&mut self) -> Result<bool, GuestError> {
+        self.balloon_seen.as_mut().map_or(Ok(true), |balloon| balloon.has_changed(&mut self.qmp))
     }
 
     fn hints(&mut self) -> Option<Box<dyn Hints>> {
@@ -251,6 +258,9 @@ impl SourceGuest for QemuSource {
         };
         let elsewhere = self.back_ends.begin(&self.backends)?;
         let tracker = acquired.begin(&self.memory, areas.clone(), elsewhere)?;
+        if self.freeing == Freeing::Announced {
+            self.balloon_seen = Some(Balloon::now(&mut self.qmp)?);
+        }
         self.tracked = Some(areas);
         Ok(tracker)
     }

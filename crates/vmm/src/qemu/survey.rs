@@ -74,7 +74,7 @@ impl SourceSeen {
             true => DeviceState::of(qmp, &description, &state_format).ok(),
             false => None,
         };
-        let freeing = checks::freeing(qmp)?;
+        let freeing = giving_back::freeing(qmp)?;
         Ok(Self {
             own_balloon,
             back_ends,

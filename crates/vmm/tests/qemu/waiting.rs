@@ -9,7 +9,7 @@ use std::{
 
 use serde_json::json;
 use transship_guest::{DestinationGuest, SourceGuest, StateFormat};
-use transship_memory::{GuestMemory, Missing, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{Freeing, GuestMemory, Missing, PageRange, PageSet, Region, WindowPages};
 
 use super::lab::{Qemu, clear, pair};
 
@@ -182,6 +182,33 @@ fn memory_that_can_be_given_back_at_any_time_is_not_protected() {
                 json!({"driver": "virtio-balloon-pci", "bus": "slot0", "free-page-reporting": true, "id": "late"});
             qemu.qmp("device_add", late);
             let error = source.check_protected().unwrap_err().to_string();
+            assert!(error.contains("balloon"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn whether_a_guest_says_what_it_gives_back() {
+    let balloon = "virtio-balloon-pci,bus=slot0,id=b0";
+    let more: [(&[&str], _); 4] = [
+        (&[], Freeing::Never),
+        (&["-device", balloon], Freeing::Announced),
+        (&["-device", "virtio-balloon-pci,bus=slot0,free-page-hint=on,iothread=t0"], Freeing::Announced),
+        (&["-device", "virtio-balloon-pci,bus=slot0,free-page-reporting=on"], Freeing::Possible),
+    ];
+    for (more, freeing) in more {
+        let port = ["-S", "-object", "iothread,id=t0", "-device", "pcie-root-port,id=slot0"];
+        let qemu = Qemu::start(&[&port[..], more].concat());
+        let mut source = qemu.source();
+        assert_eq!(source.freeing(), freeing, "{more:?}");
+        let _tracker = source.track().unwrap();
+        if freeing == Freeing::Announced {
+            assert!(!source.gave_back().unwrap(), "{more:?}");
+        }
+        if freeing == Freeing::Never {
+            let late = json!({"driver": "virtio-balloon-pci", "bus": "slot0", "id": "late"});
+            qemu.qmp("device_add", late);
+            let error = source.stop().unwrap_err().to_string();
             assert!(error.contains("balloon"), "{error}");
         }
     }

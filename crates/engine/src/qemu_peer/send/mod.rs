@@ -96,6 +96,11 @@ impl Receiver for ToQemu<'_> {
         None
     }
 
+    /// Neither does it compare.
+    fn compares(&self) -> bool {
+        false
+    }
+
     fn hand_over(
         &mut self,
         session: &mut SendSession,

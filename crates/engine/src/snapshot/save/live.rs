@@ -59,6 +59,11 @@ impl Rounds {
         self.pacing.end();
     }
 
+    /// Before the guest is stopped: whether the last scan is to search for holes.
+    pub(crate) fn ask_what_it_gave_back(&mut self, guest: &mut dyn SourceGuest) -> Result<(), Error> {
+        self.scanner.ask_what_it_gave_back(guest)
+    }
+
     /// The last look at a guest that has been stopped after rounds.
     pub(crate) fn scan_again(&mut self, output: &dyn Output, report: &mut Report) -> Result<(), Error> {
         self.scanner.note_tracker(report);
@@ -163,6 +168,7 @@ impl Kept for LiveGuest<'_, '_> {
 
     fn look(&mut self, progress: &Progress) -> Result<(), Error> {
         self.rounds.pacing.between_rounds();
+        self.rounds.scanner.ask_what_it_gave_back(self.guest.unguarded())?;
         self.rounds.scanner.scan_on(self.output.content(), progress)
     }
 
@@ -189,6 +195,7 @@ impl LiveGuest<'_, '_> {
     }
 
     fn scan(&mut self, progress: &Progress, report: &mut Report) -> Result<(), Error> {
+        self.rounds.scanner.ask_what_it_gave_back(self.guest.unguarded())?;
         self.rounds.scanner.scan(self.output.content(), report, progress)?;
         self.rounds.scanner.note_tracker(report);
         Ok(())

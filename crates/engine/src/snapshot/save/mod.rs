@@ -195,7 +195,9 @@ impl Saving<'_, '_> {
         output: &mut dyn Output,
         regions: &[RegionBlock],
     ) -> Result<(DeviceState, Found), Error> {
-        let found = self.guest.stop();
+        let guest = self.guest.unguarded();
+        let asked = rounds.as_mut().map_or(Ok(()), |rounds| rounds.ask_what_it_gave_back(guest));
+        let found = asked.and_then(|()| self.guest.stop().map_err(Error::from));
         rounds.iter_mut().for_each(Rounds::let_writers_go);
         let found = found?;
         self.found = found;

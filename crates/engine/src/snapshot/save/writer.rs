@@ -307,7 +307,7 @@ impl Pages {
     /// The mask of those that have become holes since the look. They read as zero, and stay holes.
     pub(crate) fn new_holes(&self, region: usize, wanted: WindowPages) -> u128 {
         match self.freeing {
-            Freeing::Possible => new_holes(&self.memory.regions()[region], wanted),
+            Freeing::Announced | Freeing::Possible => new_holes(&self.memory.regions()[region], wanted),
             Freeing::Never => 0,
         }
     }

@@ -21,8 +21,8 @@ use transship_engine::{
     move_guest, receive_guest,
 };
 use transship_memory::{
-    Access, ByteRange, Error as MemoryError, Flaw, GuestMemory, InProcess, Keep, PAGE_BYTES, PageRange, PageSet,
-    Process, Region, Tracker, WindowPages,
+    Access, ByteRange, Error as MemoryError, Flaw, Freeing, GuestMemory, InProcess, Keep, PAGE_BYTES, PageRange,
+    PageSet, Process, Region, Tracker, WindowPages,
 };
 use transship_wire::{GuestDescription, RegionDescription, libvirt::Definition};
 use vm_memory::MmapRegion;
@@ -123,6 +123,8 @@ pub struct Scripted {
     pub broken_state: bool,
     /// Who says what it can do without.
     pub hints: Option<Box<dyn Hints>>,
+    /// Whether it says when it gives memory back.
+    pub freeing: Freeing,
     /// Where private memory is.
     pub mappings: Vec<MmapRegion>,
 }
@@ -133,6 +135,8 @@ pub struct Script {
     /// What it does while a round is sent, or has just been.
     pub meanwhile: VecDeque<Vec<Op>>,
     pub history: History,
+    /// It has given memory back since it was asked.
+    pub gave_back: bool,
     pub stopped: bool,
     /// It did when it was stopped.
     pub ran: bool,
@@ -178,6 +182,7 @@ impl Script {
     /// Does all that is on the list.
     fn run(&mut self, memory: &GuestMemory, list: Option<Vec<Op>>) {
         for op in list.iter().flatten() {
+            self.gave_back |= matches!(op, Op::Free { .. });
             apply(memory, op, &mut self.history);
         }
     }
@@ -198,7 +203,8 @@ impl Scripted {
     pub fn new(pages: &[u64], lists: Vec<Vec<Op>>) -> Self {
         let script = Script { lists: lists.into(), history: History::new(pages), ..Script::default() };
         let (memory, mappings, script) = (memory(pages), Vec::new(), Arc::new(Mutex::new(script)));
-        Self { memory, state: state(), script, broken_state: false, hints: None, mappings }
+        let freeing = Freeing::Possible;
+        Self { memory, state: state(), script, broken_state: false, hints: None, freeing, mappings }
     }
 
     /// The same guest, whose memory is of this kind. It has done nothing yet.
@@ -257,6 +263,12 @@ impl SourceGuest for Scripted {
     }
     fn memory(&self) -> GuestMemory {
         self.memory.clone()
+    }
+    fn freeing(&self) -> Freeing {
+        self.freeing
+    }
+    fn gave_back(&mut self) -> Result<bool, GuestError> {
+        Ok(std::mem::take(&mut self.script.lock().unwrap().gave_back))
     }
     fn hints(&mut self) -> Option<Box<dyn Hints>> {
         self.hints.take()

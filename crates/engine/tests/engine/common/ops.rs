@@ -98,13 +98,15 @@ pub struct History {
     /// By region: pages that were written and became holes before a scan, which then does not report them. The one does
     /// that comes after they are memory again, since nobody has protected that.
     erased: Vec<PageSet>,
+    /// By region: pages that were given back and not written since.
+    given_back: Vec<PageSet>,
 }
 
 impl History {
     /// Nothing was done yet to regions of these numbers of pages.
     pub fn new(pages: &[u64]) -> Self {
         let none = || pages.iter().map(|pages| PageSet::empty(PageCount::new(*pages))).collect();
-        Self { written: none(), erased: none() }
+        Self { written: none(), erased: none(), given_back: none() }
     }
 
     /// What a scan of a region reports.
@@ -124,6 +126,12 @@ impl History {
         }
         wrong
     }
+
+    /// Those of them that a guest relies on which gives memory to a balloon: what it was given back does not count.
+    pub fn wrong_for_a_balloon(&self, memory: &GuestMemory, arrived: &[Vec<u8>]) -> Vec<(usize, u64)> {
+        let wrong = self.wrong(memory, arrived).into_iter();
+        wrong.filter(|&(region, page)| !self.given_back[region].contains(PageNumber::new(page))).collect()
+    }
 }
 
 /// Does it, and notes what a tracker would see of it.
@@ -135,6 +143,7 @@ pub fn apply(memory: &GuestMemory, op: &Op, history: &mut History) {
             fill(&memory.regions()[region], pages, byte);
             history.written[region].insert(pages);
             history.erased[region].remove(pages);
+            history.given_back[region].remove(pages);
         }
         // Of such memory nothing can be given back from here: the guest writes zeros.
         Op::Free { region, first, count } if !memory.regions()[region].gives_back() => {
@@ -148,6 +157,7 @@ pub fn apply(memory: &GuestMemory, op: &Op, history: &mut History) {
                 }
             }
             history.written[region].remove(pages);
+            history.given_back[region].insert(pages);
             memory.regions()[region].clear(pages).unwrap();
         }
         Op::Look { region, first, count } => {

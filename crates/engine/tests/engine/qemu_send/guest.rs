@@ -132,6 +132,9 @@ impl SourceGuest for Guest {
     fn freeing(&self) -> Freeing {
         self.freeing
     }
+    fn gave_back(&mut self) -> Result<bool, GuestError> {
+        self.inner.gave_back()
+    }
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
         self.inner.track()
     }

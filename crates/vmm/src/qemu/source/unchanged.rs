@@ -5,7 +5,7 @@ use transship_memory::{Area, Freeing};
 use super::QemuSource;
 use crate::qemu::{
     blocks::{self, RamBlock},
-    checks, machine,
+    checks, giving_back, machine,
     memory::{self, Backend},
     qmp::Qmp,
     questions,
@@ -76,7 +76,7 @@ impl QemuSource {
         let backends = memory::backends_again(&mut self.qmp, &self.backends)?;
         let moved = has_moved(&mut self.qmp, &backends, self.tracked.as_deref())?;
         // Without what may give memory back there are no more holes than were thought possible.
-        let frees = self.freeing == Freeing::Never && checks::freeing(&mut self.qmp)? == Freeing::Possible;
+        let frees = self.freeing != Freeing::Possible && giving_back::freeing(&mut self.qmp)? > self.freeing;
         if moved || backends != self.backends || frees {
             return Err(changed());
         }
