@@ -33,14 +33,14 @@ use std::{
 
 use rustix::fs::OFlags;
 
-pub use self::{
-    buffer::PageBuffer,
-    page_cache::{Turns, Writeback},
-};
 use self::{
     buffer::Spare,
     request::{Body, Direction, Request, RequestFailure},
     uring::Ring,
+};
+pub use self::{
+    buffer::{PageBuffer, PageBuffers},
+    page_cache::{Turns, Writeback},
 };
 use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region, WindowBuffer};
 

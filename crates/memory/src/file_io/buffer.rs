@@ -1,5 +1,6 @@
 //! Memory of our own that a disk can read and write.
 
+use bytes::{Buf, BytesMut};
 use rustix::mm::Advice;
 
 use super::REQUEST_PAGES;
@@ -14,11 +15,7 @@ const HUGE_BYTES: usize = 2 << 20;
 /// begins, 16 bytes behind the start of a page, at 2.2 GB/s on an EPYC of the third generation, and to the start of one
 /// at 7.3. 32 bytes behind it are as fast.
 pub struct PageBuffer {
-    /// The pages, and room to align them in.
-    room: Vec<u8>,
-    /// Where they begin.
-    start: usize,
-    len: usize,
+    bytes: BytesMut,
 }
 
 impl PageBuffer {
@@ -26,26 +23,46 @@ impl PageBuffer {
     pub fn new(pages: usize) -> Self {
         let len = pages * PAGE_BYTES;
         let align = if len < HUGE_BYTES { PAGE_BYTES } else { HUGE_BYTES };
-        let mut room = vec![0; len + align - 1];
-        // The vector is never grown, so its bytes stay where they are.
-        let start = room.as_ptr().addr().wrapping_neg() % align;
-        advise_huge(&mut room[start..][..len / HUGE_BYTES * HUGE_BYTES]);
-        Self { room, start, len }
+        // They are never grown, so they stay where they are.
+        let mut bytes = BytesMut::zeroed(len + align - 1);
+        bytes.advance(bytes.as_ptr().addr().wrapping_neg() % align);
+        bytes.truncate(len);
+        advise_huge(&mut bytes[..len / HUGE_BYTES * HUGE_BYTES]);
+        Self { bytes }
     }
 
     /// How many pages.
     pub fn pages(&self) -> usize {
-        self.len / PAGE_BYTES
+        self.bytes.len() / PAGE_BYTES
     }
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        &self.room[self.start..][..self.len]
+        &self.bytes
     }
 
     /// The bytes, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.room[self.start..][..self.len]
+        &mut self.bytes
+    }
+}
+
+/// Buffers of less than a huge page each that lie side by side on huge pages, where the system has any: a disk takes
+/// each of them as one piece. Memory is freed when all buffers of a huge page are gone.
+#[derive(Default)]
+pub struct PageBuffers {
+    /// Of a huge page: what nobody has yet.
+    rest: BytesMut,
+}
+
+impl PageBuffers {
+    /// Room for `pages` pages. They hold nothing that is of use.
+    pub fn take(&mut self, pages: usize) -> PageBuffer {
+        let len = pages * PAGE_BYTES;
+        if self.rest.len() < len {
+            self.rest = PageBuffer::new(len.max(HUGE_BYTES).div_ceil(PAGE_BYTES)).bytes;
+        }
+        PageBuffer { bytes: self.rest.split_to(len) }
     }
 }
 

@@ -10,7 +10,7 @@ use std::{
 
 use rustix::{fs::OFlags, mount::MountFlags};
 use transship_lab::lacks;
-use transship_memory::{Access, FileIo, GuestMemory, PageBuffer, PageRange, Region, Turns, WindowPages};
+use transship_memory::{Access, FileIo, GuestMemory, PageBuffer, PageBuffers, PageRange, Region, Turns, WindowPages};
 
 use super::files::{NEW, RUNS, disk, huge_filled, is_in_runs, memory, open, open_direct, pair, put, queue, ways};
 use crate::common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
@@ -235,5 +235,22 @@ fn a_buffer_of_pages_is_aligned_zero_and_as_long_as_asked() {
         let moved = buffer;
         assert!(moved.bytes().iter().all(|&byte| byte == 1));
         assert_eq!(moved.bytes().as_ptr().addr() as u64 % PAGE, 0);
+    }
+}
+
+#[test]
+fn buffers_of_a_huge_page_lie_side_by_side_and_are_their_holders_own() {
+    let mut buffers = PageBuffers::default();
+    let pages = [128, 128, 1, 300, 128, 600, 7];
+    let mut taken = pages.map(|pages| buffers.take(pages));
+    drop(buffers);
+    (1..).zip(&mut taken).for_each(|(number, buffer)| buffer.bytes_mut().fill(number));
+    let starts = taken.each_ref().map(|buffer| buffer.bytes().as_ptr().addr() as u64);
+    assert_eq!(starts[0] % (512 * PAGE), 0);
+    assert_eq!([starts[1] - starts[0], starts[2] - starts[1]], [128 * PAGE; 2]);
+    for ((number, buffer), pages) in (1..).zip(taken).zip(pages) {
+        assert_eq!(buffer.pages(), pages);
+        assert_eq!(buffer.bytes().as_ptr().addr() as u64 % PAGE, 0);
+        assert!(buffer.bytes().iter().all(|&byte| byte == number), "the others are gone or were filled since");
     }
 }

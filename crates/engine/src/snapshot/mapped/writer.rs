@@ -9,7 +9,9 @@
 //! A buffer is filled again when the disk has all of it.
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, PageCount, PageNumber, PageRange};
+use transship_memory::{
+    FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, PageBuffers, PageCount, PageNumber, PageRange,
+};
 use transship_wire::qemu::{MAX_PACKET_PAGES, xbzrle};
 
 use super::file::MappedFile;
@@ -26,6 +28,8 @@ pub(super) struct MappedWriter {
     queues: Vec<Option<FileQueue>>,
     /// The last one is the room.
     buffers: Vec<Arc<PageBuffer>>,
+    /// Where they come from.
+    new: PageBuffers,
     /// What was stored is not known to be in the file.
     unfinished: bool,
     /// It goes through the page cache, one after the other.
@@ -37,7 +41,8 @@ impl MappedWriter {
         let queue = new_queue(&file, file.target.page_descriptor(0)?, DEPTH, file.io)?;
         file.note_io(queue.is_uring());
         let cached = !file.target.is_direct() && !queue.is_uring();
-        Ok(Self { file, queues: vec![Some(queue)], buffers: Vec::new(), unfinished: false, cached })
+        let (buffers, new) = (Vec::new(), PageBuffers::default());
+        Ok(Self { file, queues: vec![Some(queue)], buffers, new, unfinished: false, cached })
     }
 
     /// From now on what it writes can be read soon after: it stays in the page cache.
@@ -86,11 +91,11 @@ impl PageWriter for MappedWriter {
                 break self.buffers.remove(free);
             }
             if self.buffers.len() < MOST_BUFFERS {
-                break Arc::new(PageBuffer::new(pages.max(MAX_PACKET_PAGES)));
+                break Arc::new(self.new.take(pages.max(MAX_PACKET_PAGES)));
             }
             self.wait_for_one()?;
         };
-        let fits = if free.pages() < pages { Arc::new(PageBuffer::new(pages)) } else { free };
+        let fits = if free.pages() < pages { Arc::new(self.new.take(pages)) } else { free };
         self.buffers.push(fits);
         let room = self.buffers.last_mut().and_then(Arc::get_mut).expect("seen above that nobody else has it");
         Ok(&mut room.bytes_mut()[..pages * PAGE_BYTES])

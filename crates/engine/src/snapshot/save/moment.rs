@@ -26,8 +26,8 @@ use std::{
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 use transship_memory::{
-    Error as MemoryError, Fault, Freeing, PAGE_BYTES, PageBuffer, PageCount, PageNumber, PageRange, PageSet,
-    Protection, Region, WindowBuffer, WindowPages,
+    Error as MemoryError, Fault, Freeing, PAGE_BYTES, PageBuffer, PageBuffers, PageCount, PageNumber, PageRange,
+    PageSet, Protection, Region, WindowBuffer, WindowPages,
 };
 
 use super::{
@@ -384,7 +384,7 @@ impl<'a> Moment<'a> {
         &self,
         region: usize,
         pages: PageRange,
-        Hand { written, buffer }: &mut Hand,
+        Hand { written, buffer, copies }: &mut Hand,
         to: &mut Copies,
     ) -> Result<(), MomentFailure> {
         let memory = &self.pages.memory.regions()[region];
@@ -399,7 +399,7 @@ impl<'a> Moment<'a> {
             written.normal += present.count();
             written.zero += PageCount::new(zero.count_ones().into());
             for run in present.runs() {
-                let mut buffer = PageBuffer::new(run.count.index());
+                let mut buffer = copies.take(run.count.index());
                 read.copy_to(WindowPages::within(run, present.first), buffer.bytes_mut());
                 to.push(Copied { region, first: run.first, buffer });
             }
@@ -425,6 +425,8 @@ impl<'a> Moment<'a> {
 struct Hand {
     written: Written,
     buffer: WindowBuffer,
+    /// For copies.
+    copies: PageBuffers,
 }
 
 pub(crate) type Copies = Vec<Copied>;
