@@ -11,11 +11,15 @@ use transship_lab::{Qemu, QemuBuilder, Result, Workload, wait_until};
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 512 * MIB;
 
-/// A Linux guest with QEMU's own balloon, which gives back what the guest reports.
-fn guest() -> QemuBuilder {
+/// A Linux guest with this balloon.
+fn guest_with(balloon: &str) -> QemuBuilder {
     let workload = Workload { mib: 32, ..Workload::LINUX };
-    let balloon = ["-device", "virtio-balloon-pci,free-page-reporting=on"];
-    Qemu::linux().memory((MEMORY / MIB) as u32).workload(workload).args(balloon)
+    Qemu::linux().memory((MEMORY / MIB) as u32).workload(workload).args(["-device", balloon])
+}
+
+/// One with QEMU's own, which gives back what the guest reports.
+fn guest() -> QemuBuilder {
+    guest_with("virtio-balloon-pci,free-page-reporting=on")
 }
 
 fn allocated(memory: &Path) -> u64 {
@@ -69,11 +73,7 @@ fn inflate(guest: &Qemu, left: u64) -> Result<()> {
 /// By a balloon that takes what its host asks for, and says so.
 #[test]
 fn what_a_balloon_takes_during_a_move_is_taken_at_the_destination() -> Result<()> {
-    let workload = Workload { mib: 32, ..Workload::LINUX };
-    let guest = || {
-        let guest = Qemu::linux().memory((MEMORY / MIB) as u32).workload(workload);
-        guest.args(["-device", "virtio-balloon-pci"])
-    };
+    let guest = || guest_with("virtio-balloon-pci");
     let (source, destination) = (guest().append("workload.stale=300").start()?, guest().incoming().start()?);
     source.ready()?;
     let moving = Move::at("source.round", &source, &destination, &[])?;

@@ -56,11 +56,11 @@ pub struct PageBuffers {
 }
 
 impl PageBuffers {
-    /// Room for `pages` pages. They hold nothing that is of use.
+    /// Room for `pages` pages, all zero.
     pub fn take(&mut self, pages: usize) -> PageBuffer {
         let len = pages * PAGE_BYTES;
         if self.rest.len() < len {
-            self.rest = PageBuffer::new(len.max(HUGE_BYTES).div_ceil(PAGE_BYTES)).bytes;
+            self.rest = PageBuffer::new(pages.max(HUGE_BYTES / PAGE_BYTES)).bytes;
         }
         PageBuffer { bytes: self.rest.split_to(len) }
     }
