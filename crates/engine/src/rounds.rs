@@ -65,8 +65,6 @@ fn reach(link: &dyn Link, step: &str) -> Result<(), Error> {
 pub(crate) struct Rounds {
     scanner: Scanner,
     free: FreePages,
-    /// Whether memory may be given back while it is sent.
-    freeing: Freeing,
     pacing: Pacing,
     holding: Holding,
     number: u32,
@@ -142,7 +140,6 @@ impl Rounds {
         Ok(Self {
             scanner,
             free: FreePages::of(guest),
-            freeing,
             pacing,
             holding: Holding::default(),
             number: 0,
@@ -175,8 +172,13 @@ impl Rounds {
 
     /// By region, for a guest that runs: the pages that the other end lacks, and those that it has and that are holes
     /// now. All of these will be owed, or gone.
-    pub(crate) fn find_stale(&mut self, link: &dyn Link, progress: &Progress) -> Result<Vec<PageSet>, Error> {
-        self.scanner.scan_on(link.content(), progress)?;
+    pub(crate) fn find_stale(
+        &mut self,
+        guest: &mut dyn SourceGuest,
+        link: &dyn Link,
+        progress: &Progress,
+    ) -> Result<Vec<PageSet>, Error> {
+        self.scanner.scan_on(&mut || guest.gave_back(), link.content(), progress)?;
         let pending = self.scanner.pending().iter().map(|pending| {
             let mut stale = pending.send.clone();
             stale.union_with(&pending.gone);
@@ -232,12 +234,11 @@ impl Rounds {
 
     /// Before the guest is stopped: whether the last scan is to search for holes.
     pub(crate) fn ask_what_it_gave_back(&mut self, guest: &mut dyn SourceGuest) -> Result<(), Error> {
-        self.scanner.ask_what_it_gave_back(guest)
+        self.scanner.ask_what_it_gave_back(&mut || guest.gave_back())
     }
 
-    /// The last scan, while the guest is stopped. From now on it gives no memory back.
+    /// The last scan, while the guest is stopped.
     pub(crate) fn find_the_rest(&mut self, link: &dyn Link) -> Result<(), Error> {
-        self.freeing = Freeing::Never;
         self.scanner.scan_again(link.content())
     }
 
@@ -290,8 +291,9 @@ impl Rounds {
         progress.round_total.store(bytes, Relaxed);
         progress.round_left.store(bytes, Relaxed);
 
+        let freeing = self.scanner.freeing();
         let (pending, tracker, since) = self.scanner.pending_and_tracker();
-        let work = RoundWork { round: self.number, pending, freeing: self.freeing };
+        let work = RoundWork { round: self.number, pending, freeing };
         let mut send = || {
             let (mut sent, new_holes) = link.send(&work, &mut self.free)?;
             reach(link, "round-sent")?;

@@ -16,12 +16,17 @@ use transship_memory::{
 
 use crate::{
     Error, Progress, Report, RoundReport, TrackerName, TrackerReport,
-    guest::{RegionPages, SourceGuest},
+    guest::{GuestError, RegionPages},
     page_map::PageMap,
 };
 
 /// The windows that are passed between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
+
+/// Asks a guest as [`SourceGuest::gave_back`] does.
+///
+/// [`SourceGuest::gave_back`]: crate::SourceGuest::gave_back
+pub(crate) type GaveBack<'a> = &'a mut dyn FnMut() -> Result<bool, GuestError>;
 
 /// One region's part of a round.
 pub(crate) struct Pending {
@@ -75,6 +80,7 @@ impl Pending {
 pub(crate) struct Scanner {
     memory: GuestMemory,
     tracker: Box<dyn Tracker>,
+    /// Whether the guest may give memory back from now on.
     freeing: Freeing,
     /// By region.
     holes: Vec<Holes>,
@@ -196,9 +202,15 @@ impl Scanner {
         self.owed = places;
     }
 
-    /// Before a scan: if the guest says when it gives memory back, and has, there is a search for holes.
-    pub(crate) fn ask_what_it_gave_back(&mut self, guest: &mut dyn SourceGuest) -> Result<(), Error> {
-        if self.freeing == Freeing::Announced && guest.gave_back()? {
+    /// Whether the guest may give memory back from now on.
+    pub(crate) fn freeing(&self) -> Freeing {
+        self.freeing
+    }
+
+    /// Before a scan, or before the stop that the last one follows: if the guest says when it gives memory back, and
+    /// has, that scan searches for holes. A guest that runs is asked by its scans.
+    pub(crate) fn ask_what_it_gave_back(&mut self, gave_back: GaveBack<'_>) -> Result<(), Error> {
+        if self.freeing == Freeing::Announced && gave_back()? {
             self.search_again();
         }
         Ok(())
@@ -218,8 +230,15 @@ impl Scanner {
         std::mem::take(&mut self.next)
     }
 
-    /// Finds the pages that were written since the last scan. They are the next round.
-    pub(crate) fn scan(&mut self, content: &[PageMap], report: &mut Report, progress: &Progress) -> Result<(), Error> {
+    /// Finds the pages that a guest that runs has written since the last scan. They are the next round.
+    pub(crate) fn scan(
+        &mut self,
+        gave_back: GaveBack<'_>,
+        content: &[PageMap],
+        report: &mut Report,
+        progress: &Progress,
+    ) -> Result<(), Error> {
+        self.ask_what_it_gave_back(gave_back)?;
         self.scan_and_look(None, content)?;
         let now = Instant::now();
         let seconds = now.duration_since(self.last_scan).as_secs_f64();
@@ -234,8 +253,14 @@ impl Scanner {
         Ok(())
     }
 
-    /// Adds to what was found and not sent the pages that were written since the last scan.
-    pub(crate) fn scan_on(&mut self, content: &[PageMap], progress: &Progress) -> Result<(), Error> {
+    /// Adds to what was found and not sent the pages that a guest that runs has written since the last scan.
+    pub(crate) fn scan_on(
+        &mut self,
+        gave_back: GaveBack<'_>,
+        content: &[PageMap],
+        progress: &Progress,
+    ) -> Result<(), Error> {
+        self.ask_what_it_gave_back(gave_back)?;
         let before = self.pending_bytes();
         let earlier = std::mem::take(&mut self.pending);
         self.scan_and_look(Some(earlier), content)?;
@@ -250,8 +275,9 @@ impl Scanner {
     }
 
     /// The last scan, while the guest is stopped: pages of the previous scan that were not sent yet, and pages written
-    /// since.
+    /// since. From now on it gives no memory back.
     pub(crate) fn scan_again(&mut self, content: &[PageMap]) -> Result<(), Error> {
+        self.freeing = Freeing::Never;
         let earlier = std::mem::take(&mut self.pending);
         let dirty_rate = self.next.dirty_pages_per_s;
         self.scan_and_look(Some(earlier), content)?;

@@ -46,8 +46,7 @@ impl RunningGuest for MovingGuest<'_, '_> {
         rounds.looks = Some(Vec::new());
         rounds.send_first_and_unplug(guest, *link, progress, report)?;
         let looks = rounds.looks.take().unwrap_or_default();
-        rounds.scanner.ask_what_it_gave_back(guest.unguarded())?;
-        rounds.scanner.scan(link.content(), report, progress)?;
+        rounds.scanner.scan(&mut || guest.unguarded().gave_back(), link.content(), report, progress)?;
         let rest = rounds.scanner.pending_bytes();
         let seen = plan::FirstRound::seen(report, rest, forecast, &looks);
         report.forecast = seen.as_ref().map(|seen| seen.forecast(report, forecast));
@@ -71,8 +70,8 @@ impl Kept for MovingGuest<'_, '_> {
 
     fn look(&mut self, progress: &Progress) -> Result<(), Error> {
         self.rounds.pacing.between_rounds();
-        self.rounds.scanner.ask_what_it_gave_back(self.guest.unguarded())?;
-        self.rounds.scanner.scan_on(self.link.content(), progress)
+        let Self { rounds, guest, link, .. } = self;
+        rounds.scanner.scan_on(&mut || guest.unguarded().gave_back(), link.content(), progress)
     }
 
     fn send(&mut self, step: &str, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
@@ -80,8 +79,7 @@ impl Kept for MovingGuest<'_, '_> {
         guest.drain(report)?;
         rounds.send_pending(*link, DONE_TIMEOUT, progress, report)?;
         reach(*link, step)?;
-        rounds.scanner.ask_what_it_gave_back(guest.unguarded())?;
-        rounds.scanner.scan(link.content(), report, progress)
+        rounds.scanner.scan(&mut || guest.unguarded().gave_back(), link.content(), report, progress)
     }
 
     fn follow(&mut self, verdict: &Verdict, rest: u64, room: Room) {

@@ -54,9 +54,13 @@ fn memory(data: [&[(u64, u64)]; 2]) -> GuestMemory {
 
 /// After the first scan, which finds everything, these are found.
 fn scanner(memory: &GuestMemory, later: Vec<[PageSet; 2]>) -> Scanner {
+    scanner_of(Freeing::Possible, memory, later)
+}
+
+fn scanner_of(freeing: Freeing, memory: &GuestMemory, later: Vec<[PageSet; 2]>) -> Scanner {
     let all = [PageSet::full(PageCount::new(PAGES[0])), PageSet::full(PageCount::new(PAGES[1]))];
     let told = Told([vec![all], later].concat().into());
-    Scanner::begin(memory.clone(), Box::new(told), Freeing::Possible).unwrap()
+    Scanner::begin(memory.clone(), Box::new(told), freeing).unwrap()
 }
 
 fn content(ranges: [&[(u64, u64)]; 2]) -> [PageMap; 2] {
@@ -83,7 +87,7 @@ fn read(scanner: &Scanner) {
 /// A round, and the scan after it.
 fn scan(scanner: &mut Scanner, content: &[PageMap]) {
     read(scanner);
-    scanner.scan(content, &mut Report::default(), &Progress::default()).unwrap();
+    scanner.scan(&mut || Ok(false), content, &mut Report::default(), &Progress::default()).unwrap();
 }
 
 #[test]
@@ -138,7 +142,7 @@ fn a_later_round_is_what_was_written_and_what_is_gone() {
         (Report { rounds: vec![RoundReport::default()], ..Report::default() }, Progress::new());
     let content = content([&[(0, 10)], &[(90, 20), (1999, 1)]]);
     read(&scanner);
-    scanner.scan(&content, &mut report, &progress).unwrap();
+    scanner.scan(&mut || Ok(false), &content, &mut report, &progress).unwrap();
     let gone = sets([&[], &[(90, 10), (1999, 1)]]);
     let [first, second] = sets([&[(0, 2)], &[(119, 1)]]);
     assert_eq!(pending(&scanner), [(first, gone[0].clone()), (second, gone[1].clone())]);
@@ -159,11 +163,11 @@ fn what_was_found_and_not_sent_is_still_to_be_sent() {
     scan(&mut scanner, &content);
     assert_eq!(sent(&scanner), sets([&[(0, 2)], &[]]));
     let progress = Progress::new();
-    scanner.scan_on(&content, &progress).unwrap();
+    scanner.scan_on(&mut || Ok(false), &content, &progress).unwrap();
     let more = sets([&[(0, 3)], &[(119, 1)]]);
     assert_eq!(sent(&scanner), more);
     assert!(progress.dirty_rate.load(Relaxed) > 0, "two pages more");
-    scanner.scan_on(&content, &progress).unwrap();
+    scanner.scan_on(&mut || Ok(false), &content, &progress).unwrap();
     assert_eq!(sent(&scanner), more);
     assert_eq!(progress.dirty_rate.load(Relaxed), 0);
     assert_eq!(pending(&scanner)[1].1, set(1, &[(130, 1)]), "it is announced when they are sent");
@@ -224,6 +228,28 @@ fn what_was_given_back_and_comes_back_as_zeros_is_sent_again() {
     memory.regions()[1].copy_out(WindowPages::new(105, 1), &mut Vec::new()).unwrap();
     scan(&mut scanner, &held);
     assert_eq!(pending(&scanner)[1], (set(1, &[(105, 1)]), set(1, &[(106, 1)])));
+}
+
+#[test]
+fn a_guest_that_tells_is_searched_when_it_has_given_memory_back() {
+    let memory = memory([&[], &[(100, 20)]]);
+    let mut scanner = scanner_of(Freeing::Announced, &memory, Vec::new());
+    scanner.plan_first_round(None).unwrap();
+    let held = content([&[], &[(100, 20)]]);
+    read(&scanner);
+    let gone = |scanner: &Scanner| scanner.pending()[1].gone.clone();
+    memory.regions()[1].clear(PageRange::new(105, 2)).unwrap();
+    for (gave_back, found) in [(false, set(1, &[])), (true, set(1, &[(105, 2)]))] {
+        scanner.scan(&mut || Ok(gave_back), &held, &mut Report::default(), &Progress::default()).unwrap();
+        assert_eq!(gone(&scanner), found, "{gave_back}");
+    }
+    memory.regions()[1].clear(PageRange::new(110, 1)).unwrap();
+    scanner.ask_what_it_gave_back(&mut || Ok(true)).unwrap();
+    scanner.scan_again(&held).unwrap();
+    assert_eq!(gone(&scanner), set(1, &[(105, 2), (110, 1)]));
+    let mut nobody = || -> Result<bool, GuestError> { panic!("it stands still") };
+    scanner.ask_what_it_gave_back(&mut nobody).unwrap();
+    assert_eq!(scanner.freeing(), Freeing::Never);
 }
 
 #[test]

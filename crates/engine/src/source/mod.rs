@@ -99,7 +99,7 @@ impl Receiver for ToTransship<'_> {
             PostCopy { session, base, stand_in, line: None, owed: PageCount::ZERO, ran: true, is_confirmed: false };
         let by_hand = course.guest.resume_hint();
         if rounds.sent_any() {
-            peer.drop_stale(rounds, course.progress)?;
+            peer.drop_stale(course.guest, rounds, course.progress)?;
         }
         let result = course.hand_over(&mut peer, rounds);
         let result = result.and_then(|()| peer.serve(&by_hand, course.progress, course.report));

@@ -29,6 +29,7 @@ use crate::{
     control::Control,
     fail_point,
     filling::stand_in::{Ending, StandIn},
+    guarded::Guarded,
     guest::Found,
     hand_over::Peer,
     owed,
@@ -156,10 +157,15 @@ fn await_dropped(control: &Control, owed: PageCount, progress: &Progress) -> Res
 impl PostCopy<'_> {
     /// Has the destination drop what it will be owed, while the guest runs: this takes it longer than all that the
     /// guest stands still for. What is written meanwhile is dropped as well, until it is little.
-    pub(super) fn drop_stale(&mut self, rounds: &mut Rounds, progress: &Progress) -> Result<(), Error> {
+    pub(super) fn drop_stale(
+        &mut self,
+        guest: &mut Guarded<'_>,
+        rounds: &mut Rounds,
+        progress: &Progress,
+    ) -> Result<(), Error> {
         let mut told: Vec<PageSet> = Vec::new();
         for _ in 0..STALE_LISTS {
-            let stale = rounds.find_stale(&*self.session, progress)?;
+            let stale = rounds.find_stale(guest.unguarded(), &*self.session, progress)?;
             let mut new = stale.clone();
             new.iter_mut().zip(&told).for_each(|(new, told)| new.subtract(told));
             let count = PageCount::of(&new);

@@ -61,7 +61,7 @@ impl Rounds {
 
     /// Before the guest is stopped: whether the last scan is to search for holes.
     pub(crate) fn ask_what_it_gave_back(&mut self, guest: &mut dyn SourceGuest) -> Result<(), Error> {
-        self.scanner.ask_what_it_gave_back(guest)
+        self.scanner.ask_what_it_gave_back(&mut || guest.gave_back())
     }
 
     /// The last look at a guest that has been stopped after rounds.
@@ -168,8 +168,8 @@ impl Kept for LiveGuest<'_, '_> {
 
     fn look(&mut self, progress: &Progress) -> Result<(), Error> {
         self.rounds.pacing.between_rounds();
-        self.rounds.scanner.ask_what_it_gave_back(self.guest.unguarded())?;
-        self.rounds.scanner.scan_on(self.output.content(), progress)
+        let Self { rounds, guest, output, .. } = self;
+        rounds.scanner.scan_on(&mut || guest.unguarded().gave_back(), output.content(), progress)
     }
 
     fn send(&mut self, step: &str, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
@@ -195,9 +195,9 @@ impl LiveGuest<'_, '_> {
     }
 
     fn scan(&mut self, progress: &Progress, report: &mut Report) -> Result<(), Error> {
-        self.rounds.scanner.ask_what_it_gave_back(self.guest.unguarded())?;
-        self.rounds.scanner.scan(self.output.content(), report, progress)?;
-        self.rounds.scanner.note_tracker(report);
+        let Self { rounds, guest, output, .. } = self;
+        rounds.scanner.scan(&mut || guest.unguarded().gave_back(), output.content(), report, progress)?;
+        rounds.scanner.note_tracker(report);
         Ok(())
     }
 }
