@@ -3,8 +3,8 @@
 //! A balloon is what nearly every guest has and hardly any host uses. It takes memory only where its host asks it to,
 //! and says how much it has: the guest says so while it inflates, and QEMU tells us, also of what came and went in
 //! between. No guest relies on what is in the memory that it gets back from there. Other devices take memory at any
-//! time without a word, and promise zeros (free page reporting), or may do so (virtio-mem, a device in another
-//! process).
+//! time without a word, and promise zeros (free page reporting), or may do so (virtio-mem, Hyper-V's balloon, a device
+//! in another process).
 //!
 //! While a snapshot of an earlier moment is being saved, what is given back is lost to it. Write protection does not
 //! stop that: the content of the moment is gone before it was saved. QEMU itself forbids it during its own background
@@ -62,23 +62,19 @@ impl Balloon {
 /// Whether the VM has a device by which the guest or its host gives memory back: then there may be new holes, at any
 /// time or when it says so.
 pub(super) fn freeing(qmp: &mut Qmp) -> Result<Freeing, GuestError> {
-    let gives_back = |kind: &str| kind.contains("balloon") || takes_at_any_time(kind);
-    let mut freeing = Freeing::Never;
-    for device in machine::devices(qmp, gives_back)? {
-        let tells = is_balloon(device.kind()) && !reports(qmp, &device)?;
-        freeing = freeing.max(if tells { Freeing::Announced } else { Freeing::Possible });
-    }
-    Ok(freeing)
+    Ok(devices(qmp)?.into_iter().map(|(_, freeing)| freeing).max().unwrap_or(Freeing::Never))
 }
 
-/// QEMU's own.
-fn is_balloon(kind: &str) -> bool {
-    kind.starts_with("virtio-balloon")
-}
-
-/// Of a device that only its other process knows it can't be told; a balloon is what it most likely is.
-fn takes_at_any_time(kind: &str) -> bool {
-    kind.starts_with("virtio-mem") || machine::may_be_anything(kind)
+/// The devices by which memory is given back, and how each does it.
+fn devices(qmp: &mut Qmp) -> Result<Vec<(Device, Freeing)>, GuestError> {
+    // Of a device that only its other process knows it can't be told; a balloon is what it most likely is.
+    let gives_back =
+        |kind: &str| kind.contains("balloon") || kind.starts_with("virtio-mem") || machine::may_be_anything(kind);
+    let found = machine::devices(qmp, gives_back)?.into_iter().map(|device| {
+        let tells = device.kind().starts_with("virtio-balloon") && !reports(qmp, &device)?;
+        Ok((device, if tells { Freeing::Announced } else { Freeing::Possible }))
+    });
+    found.collect()
 }
 
 /// Whether a balloon of QEMU's takes what the guest reports.
@@ -93,16 +89,12 @@ fn reports(qmp: &mut Qmp, balloon: &Device) -> Result<bool, GuestError> {
 
 /// Refuses a guest that may give memory back at any time.
 pub(super) fn refuse(qmp: &mut Qmp) -> Result<(), GuestError> {
-    let mut found = machine::devices(qmp, takes_at_any_time)?;
-    for balloon in machine::devices(qmp, is_balloon)? {
-        if reports(qmp, &balloon)? {
-            found.push(balloon);
-        }
+    match devices(qmp)?.into_iter().find(|(_, freeing)| *freeing == Freeing::Possible) {
+        None => Ok(()),
+        Some((device, _)) => Err(GuestError::Unfit(format!(
+            "{device} gives memory back to the host while the guest runs (free page reporting, virtio-mem, Hyper-V's \
+             balloon, or a balloon in another process), which would remove content before it is saved; use --live or \
+             --paused, or start the guest without it"
+        ))),
     }
-    let Some(first) = found.first() else { return Ok(()) };
-    Err(GuestError::Unfit(format!(
-        "{first} gives memory back to the host while the guest runs (free page reporting, virtio-mem, or a balloon in \
-         another process), which would remove content before it is saved; use --live or --paused, or start the guest \
-         without it"
-    )))
 }
