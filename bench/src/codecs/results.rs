@@ -131,7 +131,9 @@ impl Results {
             let limit = match (self.link_mbit, series.method) {
                 (Some(_), _) => None,
                 (None, Method::None | Method::Auto) => Some(limits::copy(base, self.guest_bytes, self.memory.state())?),
-                (None, method) => limits::codec(method.name(), corpus, self.guest_bytes)?,
+                (None, method) => {
+                    limits::codec(method.name(), corpus, self.guest_bytes, Some((base, self.memory.state())))?
+                }
             };
             let qemu = self.beside(series);
             let ms = |series: &Series| series.runs.all_ms();

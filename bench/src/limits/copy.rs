@@ -16,30 +16,45 @@ use crate::{pair::text, units::millis};
 /// Threads take so many pages at once.
 const PIECE_PAGES: PageCount = PageCount::new(16 * WINDOW_PAGES.get());
 
-/// Both memories of a copy: files of one file system, mapped.
-pub(crate) struct Copy {
-    source: Region,
-    destination: Region,
+/// Guest memory that is fresh: a file that has nothing yet, in a folder of its own.
+pub(super) struct Memory {
+    pub(super) region: Region,
     _folder: Scratch,
+}
+
+impl Memory {
+    /// In the file system of guest memory.
+    pub(super) fn fresh(base: &Path, bytes: u64) -> Result<Self, String> {
+        let folder = Scratch::within(base).map_err(text)?;
+        let path = folder.join("memory");
+        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
+        let file = file.and_then(|file| file.set_len(bytes).map(|()| file));
+        let file = file.map_err(|error| format!("{}: {error}", path.display()))?;
+        let region = Region::map("bench", file.into(), ByteRange::sized(0, bytes), Access::ReadWrite).map_err(text)?;
+        Ok(Self { region, _folder: folder })
+    }
+
+    /// Has content everywhere from now on: it is warm.
+    pub(super) fn fill(&self) -> Result<(), String> {
+        let window: Vec<u8> = (0..WINDOW_PAGES.buffer_bytes()).map(|byte| (byte % 251 + 1) as u8).collect();
+        PageRange::all(self.region.pages())
+            .windows()
+            .try_for_each(|pages| self.region.write_pages(pages, &window[..pages.bytes() as usize]).map_err(text))
+    }
+}
+
+/// Both memories of a copy.
+pub(crate) struct Copy {
+    source: Memory,
+    destination: Memory,
 }
 
 impl Copy {
     /// In the file system of guest memory. The source has content everywhere, the destination nowhere yet.
     pub(crate) fn new(base: &Path, bytes: u64) -> Result<Self, String> {
-        let folder = Scratch::within(base).map_err(text)?;
-        let map = |name: &str| {
-            let path = folder.join(name);
-            let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
-            let file = file.and_then(|file| file.set_len(bytes).map(|()| file));
-            let file = file.map_err(|error| format!("{}: {error}", path.display()))?;
-            Region::map("bench", file.into(), ByteRange::sized(0, bytes), Access::ReadWrite).map_err(text)
-        };
-        let (source, destination) = (map("source")?, map("destination")?);
-        let window: Vec<u8> = (0..WINDOW_PAGES.buffer_bytes()).map(|byte| (byte % 251 + 1) as u8).collect();
-        for PageRange { first, .. } in PageRange::all(source.pages()).parts(WINDOW_PAGES) {
-            source.write_pages(first.masked(u128::MAX), &window).map_err(text)?;
-        }
-        Ok(Self { source, destination, _folder: folder })
+        let (source, destination) = (Memory::fresh(base, bytes)?, Memory::fresh(base, bytes)?);
+        source.fill()?;
+        Ok(Self { source, destination })
     }
 
     /// Milliseconds of one copy by so many threads. The first is into fresh memory, all others are into warm memory.
@@ -58,13 +73,14 @@ impl Copy {
         loop {
             // A counter: nothing else is published by it.
             let piece = PageNumber::new(next.fetch_add(PIECE_PAGES.get(), Relaxed));
-            let end = PageRange::all(self.source.pages()).end();
+            let (source, destination) = (&self.source.region, &self.destination.region);
+            let end = PageRange::all(source.pages()).end();
             if piece >= end {
                 return Ok(());
             }
             for PageRange { first, .. } in piece.to(end.min(piece + PIECE_PAGES)).parts(WINDOW_PAGES) {
-                self.source.copy_to(first.run(WINDOW_PAGES), &mut window).map_err(text)?;
-                self.destination.write_pages(first.masked(u128::MAX), &window).map_err(text)?;
+                source.copy_to(first.run(WINDOW_PAGES), &mut window).map_err(text)?;
+                destination.write_pages(first.masked(u128::MAX), &window).map_err(text)?;
             }
         }
     }
@@ -80,10 +96,11 @@ mod tests {
         for threads in [1, 3] {
             let copy = Copy::new(Path::new("/dev/shm"), 24 << 20).unwrap();
             assert!(copy.once(threads).unwrap() > 0.0);
-            let pages = PageRange::all(copy.source.pages());
+            let Copy { source: Memory { region: from, .. }, destination: Memory { region: to, .. } } = &copy;
+            let pages = PageRange::all(from.pages());
             let [mut source, mut destination] = [vec![0; 24 << 20], vec![0; 24 << 20]];
-            copy.source.copy_to(pages, &mut source).unwrap();
-            copy.destination.copy_to(pages, &mut destination).unwrap();
+            from.copy_to(pages, &mut source).unwrap();
+            to.copy_to(pages, &mut destination).unwrap();
             assert!(source == destination && source[24 << 20 >> 1] != 0);
         }
     }

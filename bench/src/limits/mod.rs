@@ -8,7 +8,10 @@ use std::path::{Path, PathBuf};
 use transship_codec::Method;
 use transship_lab::Scratch;
 
-use self::{codec::PACKET_BYTES, copy::Copy};
+use self::{
+    codec::PACKET_BYTES,
+    copy::{Copy, Memory},
+};
 use crate::{
     aims::Aims,
     all::plan::{Job, Plan},
@@ -81,14 +84,31 @@ pub(crate) fn scan(threads: usize, bytes: u64) -> Result<Limit, String> {
     Ok(Limit { what: "scan".into(), value: ms })
 }
 
-/// So many bytes of a corpus through a codec and back, all cores for one and then for the other. None: it has none.
-pub(crate) fn codec(method: &str, corpus: &Corpus, bytes: u64) -> Result<Option<Limit>, String> {
+/// So many bytes of a corpus through a codec and back, all cores for one and then for the other. They come back into
+/// memory in this state if that is given, and else into a buffer that is used again and again. None: it has no codec.
+pub(crate) fn codec(
+    method: &str,
+    corpus: &Corpus,
+    bytes: u64,
+    memory: Option<(&Path, &str)>,
+) -> Result<Option<Limit>, String> {
     let Some((method, name)) = METHODS.into_iter().find(|(_, name)| *name == method) else { return Ok(None) };
     let packets: Vec<&[u8]> = corpus.packets(PACKET_BYTES).collect();
-    let measured: usize = packets.iter().map(|packet| packet.len()).sum();
-    let run = codec::alone(method, &packets, cores())?;
-    let value = scaled(run.encode_ms + run.decode_ms, measured as u64, bytes);
-    Ok(Some(Limit { what: format!("{name} alone"), value }))
+    let measured = packets.iter().map(|packet| packet.len() as u64).sum();
+    let into = memory.map(|(base, state)| memory_in(state, base, measured)).transpose()?;
+    let run = codec::alone(method, &packets, cores(), into.as_ref().map(|memory| &memory.region))?;
+    let state = memory.map_or_else(String::new, |(_, state)| format!(", {state}"));
+    let value = scaled(run.encode_ms + run.decode_ms, measured, bytes);
+    Ok(Some(Limit { what: format!("{name} alone{state}"), value }))
+}
+
+fn memory_in(state: &str, base: &Path, bytes: u64) -> Result<Memory, String> {
+    at_hand::have(bytes)?;
+    let memory = Memory::fresh(base, bytes)?;
+    if state == WARM {
+        memory.fill()?;
+    }
+    Ok(memory)
 }
 
 fn scaled(ms: f64, measured: u64, bytes: u64) -> f64 {
@@ -160,7 +180,7 @@ impl Limits {
         for (method, name) in METHODS {
             let (mut encode, mut decode, mut ratio) = (Vec::new(), Vec::new(), 1.0);
             for _ in 0..self.runs {
-                let run = codec::alone(method, &packets, cores())?;
+                let run = codec::alone(method, &packets, cores(), None)?;
                 encode.push(scaled(run.encode_ms, measured, self.mem));
                 decode.push(scaled(run.decode_ms, measured, self.mem));
                 ratio = run.ratio;
@@ -206,8 +226,13 @@ mod tests {
     fn a_limit_is_of_as_many_bytes_as_were_asked_for() {
         assert_eq!(scaled(10.0, 1 << 20, 1 << 22), 40.0);
         let corpus = Corpus::new(None, 4 << 20).unwrap();
-        assert_eq!(codec("auto", &corpus, 1 << 20).unwrap(), None);
-        let limit = codec("zstd", &corpus, 1 << 20).unwrap().unwrap();
-        assert!(limit.what == "zstd alone" && limit.value > 0.0, "{limit:?}");
+        assert_eq!(codec("auto", &corpus, 1 << 20, None).unwrap(), None);
+        let memory = |state| Some((Path::new("/dev/shm"), state));
+        for (into, what) in
+            [(None, "zstd alone"), (memory(FRESH), "zstd alone, fresh"), (memory(WARM), "zstd alone, warm")]
+        {
+            let limit = codec("zstd", &corpus, 1 << 20, into).unwrap().unwrap();
+            assert!(limit.what == what && limit.value > 0.0, "{limit:?}");
+        }
     }
 }

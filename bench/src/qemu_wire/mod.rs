@@ -126,7 +126,6 @@ struct Setting<'a> {
     base: &'a Path,
     /// On the disk.
     folder: Scratch,
-    direct_io: bool,
 }
 
 impl Measured for QemuWire {
@@ -163,13 +162,14 @@ fn run(table: &QemuWire) -> Result<(), String> {
     let folder = Scratch::within(&table.dir).map_err(text)?;
     let direct_io = disk::does_direct_io(folder.path())?;
     let recipe = Recipe::new(&table.moves.common.peer, &base);
-    let place = Setting { table, recipe, base: &base, folder, direct_io };
+    let place = Setting { table, recipe, base: &base, folder };
     let mut results = Results {
         machine: Machine::here(),
         qemu: String::new(),
         guest_bytes: table.mem,
         corpus: corpus.title().to_owned(),
         runs: table.moves.runs,
+        direct_io,
         disk: Vec::new(),
         series: Vec::new(),
     };
@@ -221,7 +221,7 @@ impl Setting<'_> {
                 series.runs.guest_bytes = memory.bytes();
                 series.runs.list.push(once);
             }
-            if kind == Kind::Corpus && self.direct_io {
+            if kind == Kind::Corpus && results.direct_io {
                 let disk = disk::measure(self.folder.path(), memory.bytes())?;
                 say(&format!("the disk, run {run} of {}: {} ms", self.table.moves.runs, units::short(disk.write_ms)));
                 results.disk.push(disk.write_ms);

@@ -40,6 +40,8 @@ pub(crate) struct Results {
     pub(crate) guest_bytes: u64,
     pub(crate) corpus: String,
     pub(crate) runs: u32,
+    /// The file system of received files does it, so they are written past the page cache.
+    pub(crate) direct_io: bool,
     /// Milliseconds that the disk takes on its own to write as much as the guest's memory; none where it does no direct
     /// I/O.
     pub(crate) disk: Vec<f64>,
@@ -108,12 +110,19 @@ impl Results {
                     self.disk_ms().map(|value| Limit { what: "the disk written".into(), value })
                 }
                 (Kind::Corpus, _, Method::None) => Some(limits::copy(base, self.guest_bytes, FRESH)?),
-                (Kind::Corpus, _, method) => limits::codec(method.name(), corpus, self.guest_bytes)?,
+                (Kind::Corpus, route, method) => {
+                    let memory = (route != Route::QemuToFile).then_some((base, FRESH));
+                    limits::codec(method.name(), corpus, self.guest_bytes, memory)?
+                }
                 (Kind::Zero, ..) => Some(limits::scan(series.wire.channels.into(), self.guest_bytes)?),
                 (Kind::Untouched, ..) => None,
             };
             let qemu = self.beside(series).map(ms).unwrap_or_default();
-            let memory = if series.route == Route::QemuToFile { "page cache" } else { FRESH };
+            let memory = match series.route {
+                Route::QemuToFile if self.direct_io => "direct I/O",
+                Route::QemuToFile => "page cache",
+                _ => FRESH,
+            };
             let cpu = |series: &Series| {
                 let Sides { source, destination } = series.runs.cpu_seconds_per_gb_by_side();
                 units::short(source + destination)
@@ -250,6 +259,7 @@ mod tests {
             guest_bytes: 1_000_000_000,
             corpus: "3 files, 8 MiB".into(),
             runs: 3,
+            direct_io: true,
             disk: vec![1000.0],
             series: vec![
                 series(Corpus, Method::Zstd, QemuToQemu, 2000.0),
