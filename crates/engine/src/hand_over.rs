@@ -60,9 +60,10 @@ impl MoveInProgress<'_, '_> {
                 return Err(take_back(self.guest, error));
             }
         };
-        self.guest.unguarded().tidy();
         let word = peer.await_word();
         self.report.downtime_ms = if found.ran() { self.guest.stood_ms() } else { 0.0 };
+        // Not before: on one host it would take cores from whoever has the guest run.
+        self.guest.unguarded().tidy();
         word.map_err(|error| {
             let by_hand = self.guest.resume_hint();
             Error::unknown(error, |error| peer.without_word(error, &by_hand))

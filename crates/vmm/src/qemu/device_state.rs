@@ -75,6 +75,8 @@ pub(super) struct DeviceState {
     file: StateFile,
     /// QEMU has it already, to save to it.
     added: Option<Added>,
+    /// QEMU has it still, after a save that was in a hurry.
+    used: Option<Added>,
     /// Blocks that were looked at right before the stop.
     seen: Option<Vec<Seen>>,
 }
@@ -102,6 +104,7 @@ impl DeviceState {
             guest,
             file: StateFile::make()?,
             added: None,
+            used: None,
             seen: None,
         })
     }
@@ -123,7 +126,10 @@ impl DeviceState {
     pub(super) fn prepare(&mut self, qmp: &mut Qmp, known: Option<&[RamBlock]>) -> Result<(), GuestError> {
         self.seen = known.map(|known| self.look(known.to_vec(), qmp)).transpose()?;
         if self.added.is_none() {
-            self.added = Some(qmp.add_fd(self.file.rewound()?, &[])?);
+            self.added = Some(match self.used.take() {
+                Some(used) => used,
+                None => qmp.add_fd(self.file.rewound()?, &[])?,
+            });
         }
         Ok(())
     }
@@ -134,16 +140,24 @@ impl DeviceState {
         WithStop { questions, next: self.added.as_ref().map(|added| command(added, disks)) }
     }
 
-    /// There will be no save.
+    /// There will be no save, or it is over.
     pub(super) fn undo(&mut self, qmp: &mut Qmp) {
+        self.tidy(qmp);
         if let Some(added) = self.added.take() {
             qmp.remove_fd(&added);
         }
     }
 
+    /// What a save left to be done when nobody waits for it.
+    pub(super) fn tidy(&mut self, qmp: &mut Qmp) {
+        if let Some(used) = self.used.take() {
+            qmp.remove_fd(&used);
+        }
+    }
+
     /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does. `at_once`: the guest
-    /// was stopped just now, and what was prepared, and asked with the stop, counts. Else the blocks of memory have
-    /// been asked ahead when this returns.
+    /// was stopped just now, and what was prepared, and asked with the stop, counts; QEMU has the file until
+    /// [`DeviceState::tidy`]. Else the blocks of memory have been asked ahead when this returns.
     ///
     /// # Errors
     /// QEMU refuses; memory of its devices can't be read.
@@ -157,12 +171,17 @@ impl DeviceState {
         // question, and nothing is done twice that changes something.
         let early = (qmp.keeper() == Keeper::Libvirt).then(|| can_be_saved(qmp)).transpose()?;
         let file = self.file.rewound()?;
-        let added = self.added.take().map_or_else(|| qmp.add_fd(file, &asked), Ok)?;
+        let added = self.added.take().or_else(|| self.used.take());
+        let added = added.map_or_else(|| qmp.add_fd(file, &asked), Ok)?;
         // What was not asked on the way.
         qmp.ask_ahead(&asked)?;
         let state = early.map_or_else(|| can_be_saved(qmp), Ok);
         let saved = state.and_then(|state| Ok((state, self.save_to(&added, qmp, disks, seen)?)));
-        qmp.remove_fd(&added);
+        if at_once {
+            self.used = Some(added);
+        } else {
+            qmp.remove_fd(&added);
+        }
         qmp.forget_answers_to(&Self::questions(true));
         let (state, (mut writer, mut tail)) = saved?;
         if let Some(mut global) = GlobalState::find(&tail, 0).map_err(strange)? {

@@ -429,7 +429,7 @@ impl SourceGuest for QemuSource {
 
     fn tidy(&mut self) {
         // What is refused is tried again, and told, when we are done with QEMU.
-        let _ = self.departure.restore_settings(&mut self.qmp);
+        let _ = self.departure.tidy(&mut self.qmp);
     }
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {

@@ -152,8 +152,11 @@ impl Departure {
         Ok(())
     }
 
-    /// What was set for a migration is as it was.
-    pub(super) fn restore_settings(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+    /// What was set for a migration is as it was, and QEMU has no file of a save any more.
+    pub(super) fn tidy(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if let Some(device_state) = &mut self.device_state {
+            device_state.tidy(qmp);
+        }
         self.saving.restore_settings(qmp)
     }
 
