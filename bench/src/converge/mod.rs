@@ -403,7 +403,7 @@ fn moved(
         true => ours::moved(&pair, way, table.channels, limit)?,
         false => qemu::moved(&pair, way, patience(table))?,
     };
-    Ok(watch.end(&pair, run)?)
+    Ok(watch.end(&pair, way, run)?)
 }
 
 fn patience(table: &Converge) -> Duration {

@@ -10,7 +10,7 @@ use transship_lab::{
 };
 use transship_memory::PAGE_BYTES;
 
-use super::{BEATS_BESIDE, results::Run};
+use super::{BEATS_BESIDE, Way, results::Run};
 use crate::{
     pair::{Pair, text},
     threads::mib_per_s,
@@ -47,22 +47,47 @@ impl Watch {
     }
 
     /// The guest is where the run says. Adds what it noticed, and has it check its memory.
-    pub(super) fn end(self, pair: &Pair<'_>, run: Run) -> Result<Run, String> {
+    ///
+    /// # Errors
+    /// A guest that can't be asked, or that transship has damaged. That QEMU has is what its run came to.
+    pub(super) fn end(self, pair: &Pair<'_>, way: Way, run: Run) -> Result<Run, String> {
         let home = if run.arrived() { &pair.destination } else { &pair.source };
         let count = home.next_count().map_err(text)?.count;
         let seconds = self.at.elapsed().as_secs_f64();
         wait_for_beats(home, BEATS_BESIDE).map_err(text)?;
         let Heard { silence, usual, .. } = heard(&pair.source, &pair.destination, self.since).map_err(text)?;
         let swept = home.sweep().map_err(text)?;
-        if swept.errors > 0 {
-            return Err(format!("{} of {} pages are not what the guest has written", swept.errors, swept.pages));
-        }
+        let status = match swept.errors {
+            0 => run.status.clone(),
+            errors => damaged(way, errors, swept.pages)?,
+        };
         Ok(Run {
+            status,
             blackout_ms: millis(silence),
             beat_ms: millis(usual),
             writes_mib_per_s: self.rate / PAGES_PER_MIB,
             work: count.saturating_sub(self.count) as f64 / seconds / self.rate,
             ..run
         })
+    }
+}
+
+/// How a run ended after which so many pages are not what the guest has written.
+fn damaged(way: Way, wrong: u64, pages: u64) -> Result<String, String> {
+    let text = format!("{wrong} of {pages} pages wrong");
+    if way.is_ours() { Err(format!("{text}: this is a bug of transship")) } else { Ok(text) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_was_damaged_is_an_error_of_ours_and_a_result_of_qemus() {
+        let text = "3 of 16384 pages wrong";
+        assert_eq!(damaged(Way::QemuPostcopy, 3, 16384), Ok(text.to_owned()));
+        assert!(damaged(Way::Postcopy, 3, 16384).is_err_and(|error| error.starts_with(text)));
+        let run = Run { status: text.to_owned(), ..Run::default() };
+        assert!(!run.arrived());
     }
 }
