@@ -73,10 +73,8 @@ pub(super) struct DeviceState {
     /// Names of the blocks that are the guest's own memory.
     guest: Vec<String>,
     file: StateFile,
-    /// QEMU has it already, to save to it.
+    /// QEMU has it: already, to save to it, or still, after a save that was in a hurry.
     added: Option<Added>,
-    /// QEMU has it still, after a save that was in a hurry.
-    used: Option<Added>,
     /// Blocks that were looked at right before the stop.
     seen: Option<Vec<Seen>>,
 }
@@ -104,7 +102,6 @@ impl DeviceState {
             guest,
             file: StateFile::make()?,
             added: None,
-            used: None,
             seen: None,
         })
     }
@@ -126,10 +123,7 @@ impl DeviceState {
     pub(super) fn prepare(&mut self, qmp: &mut Qmp, known: Option<&[RamBlock]>) -> Result<(), GuestError> {
         self.seen = known.map(|known| self.look(known.to_vec(), qmp)).transpose()?;
         if self.added.is_none() {
-            self.added = Some(match self.used.take() {
-                Some(used) => used,
-                None => qmp.add_fd(self.file.rewound()?, &[])?,
-            });
+            self.added = Some(qmp.add_fd(self.file.rewound()?, &[])?);
         }
         Ok(())
     }
@@ -140,24 +134,16 @@ impl DeviceState {
         WithStop { questions, next: self.added.as_ref().map(|added| command(added, disks)) }
     }
 
-    /// There will be no save, or it is over.
+    /// There will be no save, or it is over, and nobody waits for it.
     pub(super) fn undo(&mut self, qmp: &mut Qmp) {
-        self.tidy(qmp);
         if let Some(added) = self.added.take() {
             qmp.remove_fd(&added);
         }
     }
 
-    /// What a save left to be done when nobody waits for it.
-    pub(super) fn tidy(&mut self, qmp: &mut Qmp) {
-        if let Some(used) = self.used.take() {
-            qmp.remove_fd(&used);
-        }
-    }
-
     /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does. `at_once`: the guest
     /// was stopped just now, and what was prepared, and asked with the stop, counts; QEMU has the file until
-    /// [`DeviceState::tidy`]. Else the blocks of memory have been asked ahead when this returns.
+    /// [`DeviceState::undo`]. Else the blocks of memory have been asked ahead when this returns.
     ///
     /// # Errors
     /// QEMU refuses; memory of its devices can't be read.
@@ -171,14 +157,13 @@ impl DeviceState {
         // question, and nothing is done twice that changes something.
         let early = (qmp.keeper() == Keeper::Libvirt).then(|| can_be_saved(qmp)).transpose()?;
         let file = self.file.rewound()?;
-        let added = self.added.take().or_else(|| self.used.take());
-        let added = added.map_or_else(|| qmp.add_fd(file, &asked), Ok)?;
+        let added = self.added.take().map_or_else(|| qmp.add_fd(file, &asked), Ok)?;
         // What was not asked on the way.
         qmp.ask_ahead(&asked)?;
         let state = early.map_or_else(|| can_be_saved(qmp), Ok);
         let saved = state.and_then(|state| Ok((state, self.save_to(&added, qmp, disks, seen)?)));
         if at_once {
-            self.used = Some(added);
+            self.added = Some(added);
         } else {
             qmp.remove_fd(&added);
         }

@@ -155,7 +155,7 @@ impl Departure {
     /// What was set for a migration is as it was, and QEMU has no file of a save any more.
     pub(super) fn tidy(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
         if let Some(device_state) = &mut self.device_state {
-            device_state.tidy(qmp);
+            device_state.undo(qmp);
         }
         self.saving.restore_settings(qmp)
     }
