@@ -2,6 +2,7 @@
 use crate::{LabError, PATIENCE, Process, Result, Scratch, binary, failed};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -187,7 +188,11 @@ impl Synthetic {
             written => written.map_err(failed(fail()))?,
         }
         let mut line = String::new();
-        match BufReader::new(stream).read_line(&mut line) {
+        let read = BufReader::new(&stream).read_line(&mut line);
+        // Another test's child has this connection, too, from its fork until its exec. Closed here alone it would stay
+        // open that long, and the guest would turn the next client away.
+        let _ = stream.shutdown(Shutdown::Both);
+        match read {
             Err(error) if error.kind() == ErrorKind::ConnectionReset => return Ok(None),
             read => read.map_err(failed(fail()))?,
         };

@@ -2,9 +2,14 @@
 //! they did not, no other test would see a page that a move has lost.
 #![allow(clippy::unwrap_used)]
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
-use transship_lab::{Accel, Qemu, Workload, other_qemu};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
+use transship_lab::{Accel, Qemu, Synthetic, Workload, other_qemu};
 
 const PAGE: usize = 4096;
 
@@ -136,4 +141,32 @@ fn find_page(memory: &Path, magic: &[u8]) -> u64 {
         at += PAGE as u64;
     }
     panic!("no page of the workload in {}", memory.display());
+}
+
+/// Whatever is open here is open in a program that another test starts meanwhile, too, until that runs.
+#[test]
+fn a_guest_that_was_asked_is_free_for_the_next_client() {
+    let guest = Synthetic::builder().memory("16M").start().unwrap();
+    let ask = || -> std::io::Result<String> {
+        let mut client = UnixStream::connect(guest.socket())?;
+        client.write_all(b"{\"id\":1,\"call\":\"describe\"}\n")?;
+        let mut answer = String::new();
+        BufReader::new(&client).read_line(&mut answer)?;
+        client.shutdown(Shutdown::Both)?;
+        Ok(answer)
+    };
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Relaxed) {
+                Command::new("true").status().unwrap();
+            }
+        });
+        let answers: Vec<_> = (0..500).map(|_| guest.state().map(|_| ask())).collect();
+        is_over.store(true, Relaxed);
+        for answer in answers {
+            let answer = answer.unwrap().unwrap();
+            assert!(answer.contains("\"running\":true"), "{answer}");
+        }
+    });
 }
