@@ -21,7 +21,7 @@ use super::{
     abandoned, device_state, disk_files, emptying, faults, machine,
     memory::{self, Backend},
     migration::{self, Form, Purpose, STATE_FD, STATE_URI, Settings},
-    qmp::{Command, Qmp, QmpError},
+    qmp::{Command, Qmp, QmpError, Question},
     questions, state_channel,
     survey::{DestinationSeen, lazy},
 };
@@ -171,18 +171,16 @@ impl QemuDestination {
         let pumped = pump(state, to);
         let completed = migration::wait_completed(&mut self.qmp, LOAD_WAIT);
         if soon {
-            self.restore_settings();
+            self.restore_settings_and_ask(&[machine::state_question()]);
         }
-        match pumped {
-            Ok(()) | Err(Pump::Write) => {
-                completed
-                    .map_err(|e| GuestError::vmm(format!("the destination did not load the device state: {e}")))?;
-            }
-            Err(Pump::Read(e)) => {
-                return Err(broken_off(e));
-            }
-        }
-        self.check_loaded_and_stopped()
+        let loaded = match pumped {
+            Ok(()) | Err(Pump::Write) => completed
+                .map_err(|e| GuestError::vmm(format!("the destination did not load the device state: {e}")))
+                .and_then(|()| self.check_loaded_and_stopped()),
+            Err(Pump::Read(e)) => Err(broken_off(e)),
+        };
+        self.qmp.forget_answers();
+        loaded
     }
 
     /// Has QEMU open the disks of a guest that stays as it is. QEMU 10 can move and save a guest whose disks nobody has
@@ -204,8 +202,13 @@ impl QemuDestination {
 
     /// Puts the settings back, if that was not done.
     fn restore_settings(&mut self) {
+        self.restore_settings_and_ask(&[]);
+    }
+
+    /// The same, with these asked ahead behind it.
+    fn restore_settings_and_ask(&mut self, questions: &[Question]) {
         let Some((settings, _)) = self.settings.take() else { return };
-        match settings.restore(&mut self.qmp) {
+        match settings.restore_and_ask(&mut self.qmp, questions) {
             Err(why) if !self.is_gone() => {
                 tracing::warn!("can't restore the destination QEMU's migration settings: {why}");
             }
@@ -341,6 +344,8 @@ impl DestinationGuest for QemuDestination {
 
     fn tidy(&mut self) {
         self.restore_settings();
+        // If QEMU is gone the next word to it says so.
+        let _ = self.qmp.type_ahead(&machine::run_command());
     }
 
     fn start(&mut self, run: bool) -> Result<(), GuestError> {

@@ -130,8 +130,11 @@ impl DeviceState {
 
     /// What QEMU is told with the stop, if the save comes right behind it.
     pub(super) fn with_stop(&self, disks: Disks) -> WithStop {
-        let questions = Self::questions(self.seen.is_some());
-        WithStop { questions, next: self.added.as_ref().map(|added| command(added, disks)) }
+        // What can't be saved is in the way whether the guest runs or not.
+        let before = vec![checks::migration_question()];
+        let asked = Self::questions(self.seen.is_some());
+        let questions = asked.into_iter().filter(|question| !before.contains(question)).collect();
+        WithStop { before, questions, next: self.added.as_ref().map(|added| command(added, disks)) }
     }
 
     /// There will be no save, or it is over, and nobody waits for it.

@@ -7,7 +7,7 @@ use transship_guest::GuestError;
 
 use super::{
     by_hand,
-    qmp::{Command, Qmp, QmpError},
+    qmp::{Command, Qmp, QmpError, Question},
 };
 
 /// The name of the descriptor that QEMU writes to or reads from. Always the same, so that a leftover is replaced.
@@ -91,7 +91,7 @@ impl Settings {
     /// Sets what the device state needs, and nothing that is so already.
     pub(super) fn apply(qmp: &mut Qmp, purpose: Purpose) -> Result<Self, GuestError> {
         let (before, wanted) = Current::ask(qmp)?.planned(purpose);
-        if let Err(e) = set(qmp, &wanted.capabilities, wanted.parameters) {
+        if let Err(e) = set(qmp, &wanted.capabilities, wanted.parameters, &[]) {
             // Half of it may be set.
             let _ = before.restore(qmp);
             return Err(e.into());
@@ -131,16 +131,22 @@ impl Settings {
     /// # Errors
     /// Some of it was refused; all the rest is as it was.
     pub(super) fn restore(&self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        self.restore_and_ask(qmp, &[])
+    }
+
+    /// The same, with these asked ahead behind it.
+    pub(super) fn restore_and_ask(&self, qmp: &mut Qmp, questions: &[Question]) -> Result<(), GuestError> {
         if self.has_multifd() {
             wait_cleaned_up(qmp)?;
         }
         // Together, as some need others; then one by one, so that one that is refused does not keep the others.
-        let capabilities = set(qmp, &self.capabilities, Map::new()).or_else(|error| {
-            let one = |capability: &Value| set(qmp, std::slice::from_ref(capability), Map::new());
+        let capabilities = set(qmp, &self.capabilities, Map::new(), questions).or_else(|error| {
+            let one = |capability: &Value| set(qmp, std::slice::from_ref(capability), Map::new(), &[]);
             if_refused(error, self.capabilities.iter().map(one))
         });
-        let parameters = set(qmp, &[], self.parameters.clone()).or_else(|error| {
-            let one = |(name, value): (&String, &Value)| set(qmp, &[], Map::from_iter([(name.clone(), value.clone())]));
+        let parameters = set(qmp, &[], self.parameters.clone(), &[]).or_else(|error| {
+            let alone = |(name, value): (&String, &Value)| Map::from_iter([(name.clone(), value.clone())]);
+            let one = |parameter| set(qmp, &[], alone(parameter), &[]);
             if_refused(error, self.parameters.iter().map(one))
         });
         Ok(capabilities.and(parameters)?)
@@ -222,7 +228,13 @@ fn set_capabilities(capabilities: &[Value]) -> Command {
     ("migrate-set-capabilities", json!({ "capabilities": capabilities }))
 }
 
-fn set(qmp: &mut Qmp, capabilities: &[Value], parameters: Map<String, Value>) -> Result<(), QmpError> {
+/// `questions`: asked ahead behind that.
+fn set(
+    qmp: &mut Qmp,
+    capabilities: &[Value],
+    parameters: Map<String, Value>,
+    questions: &[Question],
+) -> Result<(), QmpError> {
     let mut commands = Vec::new();
     if !capabilities.is_empty() {
         commands.push(set_capabilities(capabilities));
@@ -230,7 +242,7 @@ fn set(qmp: &mut Qmp, capabilities: &[Value], parameters: Map<String, Value>) ->
     if !parameters.is_empty() {
         commands.push(("migrate-set-parameters", Value::Object(parameters)));
     }
-    qmp.execute_all(&commands)
+    qmp.execute_all(&commands, questions)
 }
 
 fn capabilities_of(qmp: &mut Qmp) -> Result<Vec<(String, bool)>, QmpError> {

@@ -62,6 +62,8 @@ pub(super) type Question = Command;
 /// What QEMU is told with a stop.
 #[derive(Debug, Default)]
 pub(super) struct WithStop {
+    /// Asked ahead right before it: the guest does not stand still for these.
+    pub(super) before: Vec<Question>,
     /// Asked ahead behind it.
     pub(super) questions: Vec<Question>,
     /// Typed ahead behind these.
@@ -141,14 +143,16 @@ pub(super) trait Carrier: Send {
     fn type_ahead(&mut self, _command: &Command) -> Result<bool, QmpError> {
         Ok(false)
     }
-    /// Gives all of these, in this order, in one go if that saves time: each of them is given, also if one before it is
-    /// refused.
+    /// Gives all of these, in this order, and asks `questions` ahead behind them, in one go if that saves time: each of
+    /// them is given, also if one before it is refused.
     ///
     /// # Errors
     /// The first refusal; or QEMU is gone or does not answer.
-    fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
+    fn execute_all(&mut self, commands: &[Command], questions: &[Question], limit: Duration) -> Result<(), QmpError> {
         let given = commands.iter().map(|(name, arguments)| self.execute(name, arguments.clone(), None, limit));
-        given.collect::<Vec<_>>().into_iter().try_for_each(|result| result.map(drop))
+        let given: Vec<_> = given.collect();
+        self.ask_ahead(questions)?;
+        given.into_iter().try_for_each(|result| result.map(drop))
     }
     /// Hands a file descriptor to QEMU for a set of its own, and asks these ahead, in one go if that saves time. The
     /// answer to `add-fd`: the number that the descriptor has in QEMU, and that of the set.
@@ -167,6 +171,7 @@ pub(super) trait Carrier: Send {
     }
     /// Stops the guest, with these in one go if that saves time.
     fn stop_with(&mut self, with: &WithStop, limit: Duration) -> Result<(), QmpError> {
+        self.ask_ahead(&with.before)?;
         self.stop(limit)?;
         self.ask_ahead(&with.questions)
     }
@@ -303,8 +308,8 @@ impl Qmp {
     }
 
     /// See [`Carrier::execute_all`].
-    pub(super) fn execute_all(&mut self, commands: &[Command]) -> Result<(), QmpError> {
-        self.carrier.execute_all(commands, COMMAND_WAIT)
+    pub(super) fn execute_all(&mut self, commands: &[Command], questions: &[Question]) -> Result<(), QmpError> {
+        self.carrier.execute_all(commands, questions, COMMAND_WAIT)
     }
 
     /// Stops the guest.

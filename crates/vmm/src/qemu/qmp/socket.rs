@@ -296,16 +296,17 @@ impl Carrier for Socket {
         Self::type_ahead(self, command).map(|()| true)
     }
 
-    fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
-        self.give_all(commands, limit)?.into_iter().try_for_each(|result| result.map(drop))
+    fn execute_all(&mut self, commands: &[Command], questions: &[Question], limit: Duration) -> Result<(), QmpError> {
+        self.give_all(commands, questions, limit)?.into_iter().try_for_each(|result| result.map(drop))
     }
 
     fn add_fd(&mut self, fd: BorrowedFd<'_>, questions: &[Question], limit: Duration) -> Result<Value, QmpError> {
-        self.give_and_ask("add-fd", Some(fd), (questions, None), limit)
+        self.give_and_ask("add-fd", Some(fd), ahead::Beside { behind: questions, ..Default::default() }, limit)
     }
 
     fn stop_with(&mut self, with: &WithStop, limit: Duration) -> Result<(), QmpError> {
-        self.give_and_ask("stop", None, (&with.questions, with.next.as_ref()), limit).map(drop)
+        let beside = ahead::Beside { before: &with.before, behind: &with.questions, next: with.next.as_ref() };
+        self.give_and_ask("stop", None, beside, limit).map(drop)
     }
 
     fn give_away(&mut self, command: &'static str, arguments: Value, _limit: Duration) -> Result<(), QmpError> {

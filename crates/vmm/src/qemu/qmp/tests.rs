@@ -86,25 +86,29 @@ fn a_descriptor_is_handed_over_with_questions_behind_it() {
 
 /// What was asked with a stop that was refused says nothing: it is asked again, and what was typed is withdrawn.
 #[test]
-fn a_guest_is_stopped_with_questions_and_a_command_behind_it() {
+fn a_guest_is_stopped_between_questions_with_a_command_behind_them() {
     const YES: &str = r#"{"return": {}, "id": ID}"#;
     const NO: &str = r#"{"error": {"desc": "no"}, "id": ID}"#;
     for (stopped, is_stopped) in [(YES, true), (NO, false)] {
-        let [early, typed, late] = ["early", "typed", "late"].map(|it| format!(r#"{{"return": "{it}", "id": ID}}"#));
-        let (_dir, path, heard) = overheard(GREETING, &[stopped, &early, &typed, &late]);
+        let returned = |it| format!(r#"{{"return": "{it}", "id": ID}}"#);
+        let [before, early, typed, late] = ["before", "early", "typed", "late"].map(returned);
+        let (_dir, path, heard) = overheard(GREETING, &[&before, stopped, &early, &typed, &late, &late]);
         let mut qmp = Qmp::connect(&path).unwrap();
-        let with = WithStop { questions: vec![("first", json!({}))], next: Some(("second", json!({}))) };
+        let ask = |name| vec![(name, json!({}))];
+        let with = WithStop { before: ask("zeroth"), questions: ask("first"), next: Some(("second", json!({}))) };
         match qmp.stop_with(&with, COMMAND_WAIT) {
             Ok(()) => assert!(is_stopped),
             Err(QmpError::Refused { command, .. }) => assert!(!is_stopped && command == "stop"),
             other => panic!("{other:?}"),
         }
-        assert_eq!(qmp.execute("first", json!({})).unwrap(), if is_stopped { "early" } else { "late" });
+        for (question, early) in [("first", "early"), ("zeroth", "before")] {
+            assert_eq!(qmp.execute(question, json!({})).unwrap(), if is_stopped { early } else { "late" });
+        }
         if is_stopped {
             assert_eq!(qmp.execute("second", json!({})).unwrap(), "typed");
         }
-        let [_, stop, first, second] = [0; 4].map(|_| heard.recv().unwrap());
-        assert_eq!([stop, first].map(|it| it["execute"].clone()), ["stop", "first"]);
+        let [_, zeroth, stop, first, second] = [0; 5].map(|_| heard.recv().unwrap());
+        assert_eq!([zeroth, stop, first].map(|it| it["execute"].clone()), ["zeroth", "stop", "first"]);
         assert_eq!((&second["execute"], second.get("withdrawn").is_none()), (&json!("second"), is_stopped));
     }
 }
@@ -121,7 +125,7 @@ fn a_command_that_was_typed_ahead_is_given_by_its_end() {
     assert!(heard.recv_timeout(Duration::from_millis(20)).is_err(), "it is not given yet");
     assert_eq!(qmp.execute(command.0, command.1.clone()).unwrap(), json!({ "right": 1 }));
     qmp.type_ahead(&command).unwrap();
-    qmp.execute_all(&[command.clone(), ("second", json!({}))]).unwrap();
+    qmp.execute_all(&[command.clone(), ("second", json!({}))], &[]).unwrap();
     let [alone, first, second] = [0; 3].map(|_| heard.recv().unwrap());
     for whole in [alone, first] {
         assert_eq!(whole, json!({ "execute": "first", "arguments": command.1, "id": whole["id"] }));

@@ -28,6 +28,17 @@ impl Asked {
     }
 }
 
+/// What goes with a command.
+#[derive(Default)]
+pub(super) struct Beside<'a> {
+    /// Asked right before it.
+    pub(super) before: &'a [Question],
+    /// Asked behind it.
+    pub(super) behind: &'a [Question],
+    /// Typed ahead behind that.
+    pub(super) next: Option<&'a Command>,
+}
+
 impl Socket {
     /// Those of the questions that were not asked yet, each once.
     fn unasked<'a>(&self, questions: &'a [Question]) -> Vec<(&'static str, &'a Value)> {
@@ -85,22 +96,28 @@ impl Socket {
         Ok(())
     }
 
-    /// Gives all of these, in this order, and waits for all answers: a result each, or the refusal.
+    /// Gives all of these, in this order, asks the questions behind them, and waits for all answers: a result for each
+    /// command, or the refusal.
     ///
     /// # Errors
     /// QEMU is gone or does not answer.
     pub(super) fn give_all(
         &mut self,
         commands: &[Command],
+        questions: &[Question],
         limit: Duration,
     ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
-        let given: Vec<_> = commands.iter().map(|(command, arguments)| (*command, arguments)).collect();
-        let ids = self.give(&given, None)?;
-        self.await_all(ids.zip(given.into_iter().map(|(command, _)| command)), limit)
+        let mut all: Vec<_> = commands.iter().map(|(command, arguments)| (*command, arguments)).collect();
+        all.extend(self.unasked(questions));
+        let ids = self.give(&all, None)?;
+        let (given, asked) = all.split_at(commands.len());
+        self.await_later(ids.start + given.len() as u64..ids.end, asked);
+        let results = self.await_all(ids.zip(given.iter().map(|(command, _)| *command)), limit)?;
+        self.ask_ahead(questions)?;
+        Ok(results)
     }
 
-    /// Gives a command without arguments, with a descriptor if it needs one, and asks these behind it. Its answer.
-    /// `next`: what is typed behind the questions.
+    /// Gives a command without arguments, with a descriptor if it needs one, and asks what goes with it. Its answer.
     ///
     /// # Errors
     /// As [`Socket::ask_ahead`]; or QEMU refuses the command. Then nothing was asked that counts.
@@ -108,21 +125,24 @@ impl Socket {
         &mut self,
         command: &'static str,
         fd: Option<BorrowedFd<'_>>,
-        (questions, next): (&[Question], Option<&Command>),
+        Beside { before, behind, next }: Beside<'_>,
         limit: Duration,
     ) -> Result<Value, QmpError> {
         let none = json!({});
-        let mut all = vec![(command, &none)];
-        all.extend(self.unasked(questions));
-        let mut ids = self.give(&all, fd)?;
-        let first = ids.next();
-        self.await_later(ids, &all[1..]);
+        let mut all = self.unasked(before);
+        let place = all.len();
+        all.push((command, &none));
+        all.extend(self.unasked(behind));
+        let ids = self.give(&all, fd)?;
+        let id = ids.start + place as u64;
+        self.await_later(ids.start..id, &all[..place]);
+        self.await_later(id + 1..ids.end, &all[place + 1..]);
         next.map_or(Ok(()), |next| self.type_ahead(next))?;
-        let deadline = Instant::now() + limit;
-        let answer = first.map_or(Ok(Value::Null), |id| self.await_answer(id, command, deadline, limit));
+        let answer = self.await_answer(id, command, Instant::now() + limit, limit);
         match answer {
-            Ok(_) => self.ask_ahead(questions)?,
-            Err(_) => self.forget_answers_to(questions),
+            // All that came before it was answered before it.
+            Ok(_) => self.ask_ahead(behind)?,
+            Err(_) => [before, behind].into_iter().for_each(|questions| self.forget_answers_to(questions)),
         }
         answer
     }
