@@ -90,6 +90,11 @@ impl GuestMemory {
         Ok(base)
     }
 
+    /// Can two QEMUs have the same?
+    pub(crate) fn is_shared(self) -> bool {
+        self.backend.has_file()
+    }
+
     /// For the column of a table: `fresh`, or `warm, ram`.
     pub(crate) fn title(self) -> String {
         match self.backend {

@@ -99,8 +99,13 @@ impl<'a> Recipe<'a> {
 
     /// Starts a destination with new memory in this folder.
     pub(crate) fn destination(&self, folder: &Path, bytes: u64) -> Result<Qemu, String> {
+        self.waiting(folder, bytes)?.start().map_err(text)
+    }
+
+    /// How such a destination is started.
+    pub(crate) fn waiting(&self, folder: &Path, bytes: u64) -> Result<QemuBuilder, String> {
         let builder = self.qemu(bytes, SlowLink::destination)?.memory_folder(folder).incoming();
-        self.memory.of_destination(builder).start().map_err(text)
+        Ok(self.memory.of_destination(builder))
     }
 
     fn qemu(&self, bytes: u64, prefix: fn(&SlowLink) -> Vec<String>) -> Result<QemuBuilder, String> {

@@ -22,7 +22,9 @@ pub(crate) struct Row {
     pub(crate) ours: Vec<Option<f64>>,
     /// Empty: QEMU has nothing like it.
     pub(crate) qemu: Vec<Option<f64>>,
-    pub(crate) limit: Option<Limit>,
+    /// None, or several: each bounds it by itself.
+    #[serde(default)]
+    pub(crate) limits: Vec<Limit>,
     /// What else is known of both, in their own units.
     pub(crate) facts: Vec<Fact>,
     /// From the numbers above; here for whoever reads the JSON.
@@ -66,9 +68,10 @@ impl Row {
         Self { unit: unit.into(), ..self }
     }
 
-    /// With what bounds it.
-    pub(crate) fn limit(self, limit: Option<Limit>) -> Self {
-        Self { limit, ..self }
+    /// With what bounds it, beside what already does.
+    pub(crate) fn limit(mut self, limit: impl IntoIterator<Item = Limit>) -> Self {
+        self.limits.extend(limit);
+        self
     }
 
     /// With one more number of both sides.
@@ -88,10 +91,10 @@ impl Row {
         Spread::of(self.numbers(side).into_iter().filter(|ms| ms.is_finite())).median
     }
 
-    /// How near to its limit we are: 1 is there. None: it has none.
-    pub(crate) fn of_limit(&self) -> Option<f64> {
-        let share = self.limit.as_ref()?.value / self.median(Side::Ours);
-        share.is_finite().then_some(share)
+    /// How near to each of its limits we are: 1 is there.
+    pub(crate) fn of_limits(&self) -> impl Iterator<Item = (f64, &Limit)> {
+        let ours = self.median(Side::Ours);
+        self.limits.iter().map(move |limit| (limit.value / ours, limit)).filter(|(share, _)| share.is_finite())
     }
 }
 
@@ -102,7 +105,7 @@ pub(crate) enum Side {
     Qemu,
 }
 
-const HEAD: [&str; 8] = ["row", "memory", "ours", "QEMU", "× QEMU", "interval", "verdict", "of its limit"];
+const HEAD: [&str; 8] = ["row", "memory", "ours", "QEMU", "× QEMU", "interval", "verdict", "of its limits"];
 const LEFT_COLUMNS: usize = 2;
 
 /// The rows for people.
@@ -131,9 +134,9 @@ fn cells(row: &Row) -> [String; 8] {
             let verdict = row.compared.map_or("", |compared| compared.verdict.title());
             (format!("{times:.2}"), format!("{low:.2} to {high:.2}"), verdict.to_owned())
         });
-    let limit = row.of_limit().zip(row.limit.as_ref());
-    let limit = limit.map_or_else(String::new, |(share, limit)| format!("{share:.2} ({})", limit.what));
-    [row.title.clone(), row.memory.clone(), number(Side::Ours), number(Side::Qemu), times, interval, verdict, limit]
+    let limits: Vec<_> = row.of_limits().map(|(share, limit)| format!("{share:.2} ({})", limit.what)).collect();
+    let limits = limits.join(", ");
+    [row.title.clone(), row.memory.clone(), number(Side::Ours), number(Side::Qemu), times, interval, verdict, limits]
 }
 
 #[cfg(test)]
@@ -143,20 +146,21 @@ mod tests {
 
     #[test]
     fn a_row_has_its_verdict_and_its_limit() {
-        let limit = Limit { what: "copy".into(), value: 90.0 };
-        let row = Row::of("random", FRESH, vec![100.0, 110.0, 100.0], vec![150.0, 160.0, 140.0]).limit(Some(limit));
+        let limit = |what: &str, value| Limit { what: what.into(), value };
+        let row = Row::of("random", FRESH, vec![100.0, 110.0, 100.0], vec![150.0, 160.0, 140.0]);
+        let row = row.limit(Some(limit("copy", 90.0))).limit([limit("look", 50.0), limit("none", f64::NAN)]);
         assert_eq!(row.compared.map(|compared| compared.verdict), Some(Verdict::Ahead));
-        assert_eq!(row.of_limit(), Some(0.9));
+        assert_eq!(row.of_limits().map(|(share, _)| share).collect::<Vec<_>>(), [0.9, 0.5]);
         let text = text(&[row]);
         let line = text.lines().find(|line| line.starts_with("random")).unwrap_or_default();
         let words: Vec<_> = line.split_whitespace().collect();
-        assert_eq!(words.join(" "), "random fresh 100 ms 150 ms 1.45 1.40 to 1.50 ahead 0.90 (copy)");
+        assert_eq!(words.join(" "), "random fresh 100 ms 150 ms 1.45 1.40 to 1.50 ahead 0.90 (copy), 0.50 (look)");
     }
 
     #[test]
     fn a_side_that_is_not_there_has_no_verdict() {
         let row = Row::of("lz4", FRESH, vec![100.0], vec![]).unit("µs").fact("wire", "1 MiB", "");
-        assert_eq!((row.compared, row.of_limit()), (None, None));
+        assert_eq!((row.compared, row.of_limits().count()), (None, 0));
         assert!(text(&[row]).contains("100 µs"));
         assert_eq!(text(&[]), "");
     }

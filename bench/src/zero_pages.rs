@@ -230,12 +230,19 @@ fn shared_row(table: &ZeroPages, row: &Row, base: &Path) -> Result<rows::Row, St
         MemoryKind::Ram => Ok(None),
         _ => limits::copy(base, bytes, table.memory().state()).map(Some),
     };
-    let limit = match (row.content, row.mode.check) {
-        (Content::Zero, Check::Channels) => Some(limits::scan(row.mode.channels.into(), row.guest_bytes)?),
-        (Content::Random, _) => copy(row.guest_bytes)?,
+    let threads = row.mode.scanners().into();
+    let all = match (row.content, row.mode.check) {
+        // Private memory is looked at in another way.
+        (Content::Zero, _) if table.memory().backend == MemoryKind::Ram => {
+            vec![limits::scan(threads, row.guest_bytes)?]
+        }
+        (Content::Zero, _) => {
+            vec![limits::scan(threads, row.guest_bytes)?, limits::look(base, threads, row.guest_bytes)?]
+        }
+        (Content::Random, _) => copy(row.guest_bytes)?.into_iter().collect(),
         // Half of it is random, but for each eighth page.
-        (Content::Mixed, Check::Channels) => copy(row.guest_bytes / 16 * 7)?,
-        _ => None,
+        (Content::Mixed, Check::Channels) => copy(row.guest_bytes / 16 * 7)?.into_iter().collect(),
+        _ => Vec::new(),
     };
     let (ours, qemu) = (row.ours.iter().map(|run| run.ms).collect(), row.qemu.iter().map(|run| run.ms).collect());
     let cold = if table.cold { ", source cold" } else { "" };
@@ -243,7 +250,7 @@ fn shared_row(table: &ZeroPages, row: &Row, base: &Path) -> Result<rows::Row, St
     let title = format!("{}, {}", row.content.title(), row.mode.title());
     let cpu = |seconds: f64| format!("{} s", units::short(seconds));
     Ok(rows::Row::of(title, memory, ours, qemu)
-        .limit(limit)
+        .limit(all)
         .fact("CPU", cpu(row.our_cpu_seconds()), cpu(row.qemu_cpu_seconds()))
         .fact("wire", units::bytes(row.our_wire_bytes()), units::bytes(row.qemu_wire_bytes())))
 }

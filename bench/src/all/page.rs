@@ -128,7 +128,7 @@ impl Page {
         let rows = || parts().flat_map(|done| &done.rows);
         let columns = Columns {
             beside: rows().any(|row| !row.qemu.is_empty()),
-            limit: rows().any(|row| row.of_limit().is_some()),
+            limits: rows().any(|row| row.of_limits().next().is_some()),
             most: rows().map(most).fold(0.0, f64::max),
         };
         let qemu = if columns.beside {
@@ -140,7 +140,7 @@ impl Page {
             self.0,
             "<div class=\"wide\"><table>\n<tr><th>row</th><th>memory</th><th class=\"number\">ours</th>{qemu}\
              {}<th>also</th></tr>",
-            if columns.limit { "<th>of its limit</th>" } else { "" }
+            if columns.limits { "<th>of its limits</th>" } else { "" }
         );
         for row in rows() {
             self.row(row, &columns);
@@ -179,10 +179,10 @@ impl Page {
         if columns.beside {
             self.verdict(row.compared);
         }
-        let limit = row.of_limit().zip(row.limit.as_ref());
-        let limit = limit.map_or_else(String::new, |(share, limit)| format!("{share:.2} of {}", limit.what));
-        if columns.limit {
-            let _ = write!(self.0, "<td>{}</td>", escaped(&limit));
+        if columns.limits {
+            let shares = row.of_limits().map(|(share, limit)| format!("{share:.2} of {}", limit.what));
+            let lines: Vec<_> = shares.map(|line| escaped(&line).to_string()).collect();
+            let _ = write!(self.0, "<td>{}</td>", lines.join("<br>"));
         }
         self.add("<td class=\"facts\">");
         for fact in &row.facts {
@@ -218,7 +218,7 @@ fn class(verdict: Verdict) -> &'static str {
 /// What a table shows, and what fills a bar where there is one side.
 struct Columns {
     beside: bool,
-    limit: bool,
+    limits: bool,
     most: f64,
 }
 

@@ -6,14 +6,14 @@ use std::{
     path::Path,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use rustix::fs::OFlags;
 use serde::Serialize;
-use transship_memory::{PAGE_BYTES, PageBuffer};
+use transship_memory::{PAGE_BYTES, PageBuffer, PageCount, PageNumber, Region};
 
-use crate::units::millis;
+use crate::{at_hand, limits::copy::Memory, pair::text, processes::own_cpu_seconds, units::millis};
 
 /// Each request, on a huge page, and how many are under way at once: where this is not enough for a disk, a snapshot's
 /// are not either.
@@ -25,7 +25,10 @@ pub(super) const REQUESTS: usize = 8;
 pub(crate) struct DiskRun {
     /// Until the file is durable.
     pub(crate) write_ms: f64,
+    pub(crate) write_cpu_seconds: f64,
     pub(crate) read_ms: f64,
+    /// Read, and put into guest memory that is fresh, by threads that do nothing else.
+    pub(crate) fill_ms: f64,
 }
 
 /// Does the file system of this folder do direct I/O?
@@ -41,32 +44,59 @@ pub(crate) fn does_direct_io(folder: &Path) -> Result<bool, String> {
     }
 }
 
-/// Writes a new file of this size and reads it.
-pub(crate) fn measure(folder: &Path, bytes: u64) -> Result<DiskRun, String> {
+/// Writes a new file of this size, reads it, and reads it into guest memory, which lies in `base`.
+pub(crate) fn measure(folder: &Path, base: &Path, bytes: u64) -> Result<DiskRun, String> {
     let path = folder.join("disk");
-    let run = write_and_read(&path, bytes).map_err(|error| format!("{}: {error}", path.display()));
+    let run = write_and_read(&path, bytes).and_then(|run| {
+        at_hand::have(bytes)?;
+        let memory = Memory::fresh(base, bytes)?;
+        let fill_ms = fill_from(&path, &memory.region)?;
+        Ok(DiskRun { fill_ms, ..run })
+    });
     let _ = fs::remove_file(&path);
-    run
+    run.map_err(|error| format!("{}: {error}", path.display()))
 }
 
-fn write_and_read(path: &Path, bytes: u64) -> io::Result<DiskRun> {
-    let file = open(path, true)?;
-    let write_ms = millis(timed(|| {
+fn write_and_read(path: &Path, bytes: u64) -> Result<DiskRun, String> {
+    let file = open(path, true).map_err(text)?;
+    let mut requests = Requests::new();
+    let (write_ms, write_cpu_seconds) = timed(|| {
         // As a snapshot: its size is known before, its pages are not.
         file.set_len(bytes)?;
-        in_requests(bytes, |buffer, offset| {
+        let cpu_seconds = requests.run(bytes, |buffer, offset| {
             // No two pages are equal, for disks that would notice.
             buffer.chunks_exact_mut(PAGE_BYTES).zip(offset..).for_each(|(page, tag)| {
                 page[..8].copy_from_slice(&tag.to_le_bytes());
             });
             file.write_all_at(buffer, offset)
         })?;
-        file.sync_all()
-    })?);
+        file.sync_all()?;
+        Ok(cpu_seconds)
+    })?;
     drop(file);
-    let file = open(path, false)?;
-    let read_ms = millis(timed(|| in_requests(bytes, |buffer, offset| file.read_exact_at(buffer, offset)))?);
-    Ok(DiskRun { write_ms, read_ms })
+    let file = open(path, false).map_err(text)?;
+    let (read_ms, _) = timed(|| requests.run(bytes, |buffer, offset| file.read_exact_at(buffer, offset)))?;
+    Ok(DiskRun { write_ms, write_cpu_seconds, read_ms, fill_ms: f64::NAN })
+}
+
+/// Milliseconds that the file takes into memory as large as it is.
+fn fill_from(path: &Path, memory: &Region) -> Result<f64, String> {
+    let file = open(path, false).map_err(text)?;
+    let mut requests = Requests::new();
+    let (ms, _) = timed(|| {
+        requests.run(memory.bytes(), |buffer, offset| {
+            file.read_exact_at(buffer, offset)?;
+            let pages = PageNumber::at(offset).run(PageCount::new((buffer.len() / PAGE_BYTES) as u64));
+            let mut rest = &*buffer;
+            for window in pages.windows() {
+                let (now, later) = rest.split_at(window.bytes() as usize);
+                memory.write_pages(window, now).map_err(io::Error::other)?;
+                rest = later;
+            }
+            Ok(())
+        })
+    })?;
+    Ok(ms)
 }
 
 fn open(path: &Path, new: bool) -> io::Result<File> {
@@ -74,37 +104,51 @@ fn open(path: &Path, new: bool) -> io::Result<File> {
     OpenOptions::new().read(!new).write(new).create_new(new).custom_flags(direct).open(path)
 }
 
-fn timed(work: impl FnOnce() -> io::Result<()>) -> io::Result<Duration> {
+/// Milliseconds, beside what it gives.
+fn timed<T>(work: impl FnOnce() -> io::Result<T>) -> Result<(f64, T), String> {
     let begin = Instant::now();
-    work()?;
-    Ok(begin.elapsed())
+    let done = work().map_err(text)?;
+    Ok((millis(begin.elapsed()), done))
 }
 
-/// Has threads go over all bytes, each in requests of its own.
-fn in_requests(bytes: u64, once: impl Fn(&mut [u8], u64) -> io::Result<()> + Sync) -> io::Result<()> {
-    let next = AtomicU64::new(0);
-    let work = || {
-        let mut memory = PageBuffer::new(REQUEST_BYTES / PAGE_BYTES);
-        fill(memory.bytes_mut());
-        loop {
-            // A counter: nothing else is published by it.
-            let offset = next.fetch_add(REQUEST_BYTES as u64, Relaxed);
-            let length = bytes.saturating_sub(offset).min(REQUEST_BYTES as u64) as usize;
-            if length == 0 {
-                return Ok(());
-            }
-            once(&mut memory.bytes_mut()[..length], offset)?;
-        }
-    };
-    thread::scope(|scope| {
-        let threads: Vec<_> = (0..REQUESTS).map(|_| scope.spawn(work)).collect();
-        let ended = |thread: thread::ScopedJoinHandle<'_, _>| {
-            thread.join().unwrap_or_else(|_| Err(io::Error::other("a thread that uses the disk panicked")))
+/// What several threads read into, or write from.
+struct Requests(Vec<PageBuffer>);
+
+impl Requests {
+    /// Made before any time is taken.
+    fn new() -> Self {
+        let buffer = || {
+            let mut buffer = PageBuffer::new(REQUEST_BYTES / PAGE_BYTES);
+            fill(buffer.bytes_mut());
+            buffer
         };
-        // All of them, also after the first error.
-        let ends: Vec<io::Result<()>> = threads.into_iter().map(ended).collect();
-        ends.into_iter().collect()
-    })
+        Self((0..REQUESTS).map(|_| buffer()).collect())
+    }
+
+    /// Has threads go over all bytes, each in requests of its own. Gives their CPU seconds.
+    fn run(&mut self, bytes: u64, once: impl Fn(&mut [u8], u64) -> io::Result<()> + Sync) -> io::Result<f64> {
+        let next = AtomicU64::new(0);
+        let work = |buffer: &mut PageBuffer| {
+            loop {
+                // A counter: nothing else is published by it.
+                let offset = next.fetch_add(REQUEST_BYTES as u64, Relaxed);
+                let length = bytes.saturating_sub(offset).min(REQUEST_BYTES as u64) as usize;
+                if length == 0 {
+                    return Ok(own_cpu_seconds());
+                }
+                once(&mut buffer.bytes_mut()[..length], offset)?;
+            }
+        };
+        thread::scope(|scope| {
+            let threads: Vec<_> = self.0.iter_mut().map(|buffer| scope.spawn(|| work(buffer))).collect();
+            let ended = |thread: thread::ScopedJoinHandle<'_, _>| {
+                thread.join().unwrap_or_else(|_| Err(io::Error::other("a thread that uses the disk panicked")))
+            };
+            // All of them, also after the first error.
+            let ends: Vec<io::Result<f64>> = threads.into_iter().map(ended).collect();
+            ends.into_iter().sum()
+        })
+    }
 }
 
 /// With what no disk makes smaller.
@@ -123,17 +167,18 @@ fn fill(bytes: &mut [u8]) {
 mod tests {
     use super::*;
     use std::sync::Mutex;
+    use transship_memory::PageRange;
 
     #[test]
     fn every_byte_is_asked_for_once() {
         let bytes = 5 * REQUEST_BYTES as u64 + 8192;
         let seen = Mutex::new(Vec::new());
-        in_requests(bytes, |buffer, offset| {
+        let used = Requests::new().run(bytes, |buffer, offset| {
             assert_eq!(buffer.as_ptr().align_offset(PAGE_BYTES), 0);
             seen.lock().unwrap().push((offset, buffer.len() as u64));
             Ok(())
-        })
-        .unwrap();
+        });
+        assert!(used.unwrap() > 0.0);
         let mut seen = seen.into_inner().unwrap();
         seen.sort_unstable();
         let end = seen.iter().fold(0, |end, &(offset, length)| {
@@ -145,7 +190,7 @@ mod tests {
 
     #[test]
     fn an_error_of_one_request_is_an_error() {
-        let error = in_requests(8 << 20, |_, offset| match offset {
+        let error = Requests::new().run(8 << 20, |_, offset| match offset {
             0x40_0000 => Err(io::Error::other("bad block")),
             _ => Ok(()),
         });
@@ -158,8 +203,24 @@ mod tests {
         if !does_direct_io(folder.path()).unwrap() {
             return;
         }
-        let run = measure(folder.path(), 3 << 20).unwrap();
-        assert!(run.write_ms > 0.0 && run.read_ms > 0.0, "{run:?}");
+        let run = measure(folder.path(), Path::new("/dev/shm"), 3 << 20).unwrap();
+        let DiskRun { write_ms, write_cpu_seconds, read_ms, fill_ms } = run;
+        assert!([write_ms, write_cpu_seconds, read_ms, fill_ms].iter().all(|number| *number > 0.0), "{run:?}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn memory_has_what_was_read() {
+        let folder = tempfile::tempdir().unwrap();
+        if !does_direct_io(folder.path()).unwrap() {
+            return;
+        }
+        let (path, bytes) = (folder.path().join("disk"), 5 << 20);
+        write_and_read(&path, bytes).unwrap();
+        let memory = Memory::fresh(Path::new("/dev/shm"), bytes).unwrap();
+        assert!(fill_from(&path, &memory.region).unwrap() > 0.0);
+        let mut found = vec![0; bytes as usize];
+        memory.region.copy_to(PageRange::all(memory.region.pages()), &mut found).unwrap();
+        assert!(found == fs::read(&path).unwrap());
     }
 }

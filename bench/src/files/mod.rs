@@ -261,7 +261,7 @@ impl Setting<'_> {
         say(&format!("{title}, run {run} of {}: {status}, {save_ms} ms{restored}", self.table.runs));
 
         if (case.guest, case.layout, by) == (Guest::Paused, Layout::Direct, By::Qemu) {
-            results.disk.push(disk::measure(self.folder.path(), self.table.mem)?);
+            results.disk.push(disk::measure(self.folder.path(), &self.base, self.table.mem)?);
         }
         Ok(())
     }

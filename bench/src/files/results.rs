@@ -210,6 +210,14 @@ impl Results {
         Spread::of(self.disk.iter().map(|run| run.read_ms))
     }
 
+    pub(super) fn disk_fill(&self) -> Spread {
+        Spread::of(self.disk.iter().map(|run| run.fill_ms))
+    }
+
+    pub(super) fn disk_cpu_seconds(&self) -> f64 {
+        Spread::of(self.disk.iter().map(|run| run.write_cpu_seconds)).median
+    }
+
     /// What all tables say alike: each save, and each restore.
     pub(super) fn rows(&self) -> Vec<Row> {
         let ours = || self.series.iter().filter(|series| series.by == By::Transship);
@@ -239,7 +247,8 @@ impl Results {
         });
         let restores = ours().filter(|series| !series.restores.is_empty()).map(|series| {
             let row = Row::of(title("restore", series), way(series), restore_ms(series), beside(series, restore_ms));
-            cpu(row.limit(limit(series, "read", self.disk_read())), series, Series::restore_cpu_seconds)
+            let row = row.limit(limit(series, "read", self.disk_read()));
+            cpu(row.limit(limit(series, "read into memory", self.disk_fill())), series, Series::restore_cpu_seconds)
         });
         saves.chain(restores).collect()
     }
@@ -305,7 +314,7 @@ pub(super) mod tests {
             hot_mib_per_s: Some(900.0),
             channels: 4,
             runs: 3,
-            disk: vec![DiskRun { write_ms: 960.0, read_ms: 1000.0 }; 3],
+            disk: vec![DiskRun { write_ms: 960.0, write_cpu_seconds: 0.2, read_ms: 1000.0, fill_ms: 1050.0 }; 3],
             series: all,
         }
     }

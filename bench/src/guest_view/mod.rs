@@ -1,4 +1,5 @@
 //! `transship bench guest-view`: what a guest and its users notice of a move, beside what each side reports.
+mod bare;
 mod results;
 mod tracked;
 
@@ -194,6 +195,12 @@ fn measure(table: &GuestView, base: &Path, accel: Accel, results: &mut Results) 
                 }
                 let series = results.series.last_mut().ok_or("no series")?;
                 if by == By::Transship { series.ours.push(once) } else { series.qemu.push(once) }
+            }
+            if load == Load::Idle && table.guest.is_shared() {
+                let title = format!("{}, two QEMUs with one memory, run {run} of {}", load.title(), table.runs);
+                let silence = bare::once(&recipe, &memory).map_err(|error| format!("{title}: {error}"))?;
+                say(&format!("{title}: {} ms of silence", units::short(silence)));
+                results.series.last_mut().ok_or("no series")?.bare_ms.push(silence);
             }
         }
     }

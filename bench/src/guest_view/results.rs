@@ -7,7 +7,7 @@ use crate::{
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::Spread,
-    rows::Row,
+    rows::{Limit, Row},
     table::aligned,
     units,
 };
@@ -59,11 +59,13 @@ pub(crate) struct Series {
     pub(crate) load: Load,
     pub(crate) ours: Vec<Run>,
     pub(crate) qemu: Vec<Run>,
+    /// The blackout where two QEMUs have one memory and nobody asks anything.
+    pub(crate) bare_ms: Vec<f64>,
 }
 
 impl Series {
     pub(crate) fn new(load: Load) -> Self {
-        Self { load, ours: Vec::new(), qemu: Vec::new() }
+        Self { load, ours: Vec::new(), qemu: Vec::new(), bare_ms: Vec::new() }
     }
 
     fn both(&self, of: fn(&Run) -> f64) -> [Vec<f64>; 2] {
@@ -79,6 +81,11 @@ impl Series {
         Row::of(title, memory, ours, qemu)
     }
 
+    fn bare(&self) -> Option<Limit> {
+        let value = Spread::of(self.bare_ms.iter().copied()).median;
+        value.is_finite().then(|| Limit { what: "two QEMUs with one memory".into(), value })
+    }
+
     fn rows(&self, memory: &str) -> Vec<Row> {
         let load = self.load.title();
         if self.load == Load::Tracked {
@@ -92,6 +99,7 @@ impl Series {
         let [beat, beats] = self.medians(|run| run.beat_ms).map(units::short);
         vec![
             self.row(format!("{load}: blackout as the guest is heard"), memory, |run| run.blackout_ms)
+                .limit(self.bare())
                 .fact("downtime ms, as reported", reported, other)
                 .fact("beat ms, usually", beat, beats)
                 .fact("total ms", total, others),
@@ -221,8 +229,18 @@ mod tests {
             ..Run::default()
         };
         let tracked = |meanwhile| Run { mib_per_s: Some((100.0, meanwhile)), ..Run::default() };
-        let idle = Series { load: Load::Idle, ours: vec![run(30.0, 29.0); 3], qemu: vec![run(40.0, 3.0); 3] };
-        let slow = Series { load: Load::Tracked, ours: vec![tracked(99.0); 3], qemu: vec![tracked(50.0); 3] };
+        let idle = Series {
+            load: Load::Idle,
+            ours: vec![run(30.0, 29.0); 3],
+            qemu: vec![run(40.0, 3.0); 3],
+            bare_ms: vec![24.0; 3],
+        };
+        let slow = Series {
+            load: Load::Tracked,
+            ours: vec![tracked(99.0); 3],
+            qemu: vec![tracked(50.0); 3],
+            bare_ms: Vec::new(),
+        };
         let machine = Machine::here();
         Results { machine, qemu: "10".into(), kvm: true, guest_bytes: 1 << 30, channels: 2, series: vec![idle, slow] }
     }
@@ -237,6 +255,8 @@ mod tests {
         assert_eq!(verdict("blackout"), Verdict::Ahead, "QEMU reports a tenth of ours, and is silent for longer");
         assert_eq!(verdict("until it can send"), Verdict::Even);
         assert_eq!(verdict("takes longer"), Verdict::Ahead);
+        let near: Vec<_> = rows.iter().flat_map(Row::of_limits).map(|(share, _)| share).collect();
+        assert_eq!(near, [0.8]);
         let text = results().table();
         assert!(text.contains("30") && text.contains("1.01/2.00"), "{text}");
     }

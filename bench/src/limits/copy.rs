@@ -1,7 +1,7 @@
 //! Pages from the memory of one guest into that of another, by threads that do nothing else: what no move is faster
 //! than, whatever it sends them by.
 use std::{
-    fs::OpenOptions,
+    fs::{File, OpenOptions},
     path::Path,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     thread,
@@ -14,29 +14,46 @@ use transship_memory::{Access, ByteRange, PageCount, PageNumber, PageRange, Regi
 use crate::{pair::text, units::millis};
 
 /// Threads take so many pages at once.
-const PIECE_PAGES: PageCount = PageCount::new(16 * WINDOW_PAGES.get());
+pub(super) const PIECE_PAGES: PageCount = PageCount::new(16 * WINDOW_PAGES.get());
 
 /// Guest memory that is fresh: a file that has nothing yet, in a folder of its own.
-pub(super) struct Memory {
-    pub(super) region: Region,
-    _folder: Scratch,
+pub(crate) struct Memory {
+    pub(crate) region: Region,
+    folder: Scratch,
 }
 
 impl Memory {
     /// In the file system of guest memory.
-    pub(super) fn fresh(base: &Path, bytes: u64) -> Result<Self, String> {
+    pub(crate) fn fresh(base: &Path, bytes: u64) -> Result<Self, String> {
         let folder = Scratch::within(base).map_err(text)?;
         let path = folder.join("memory");
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
         let file = file.and_then(|file| file.set_len(bytes).map(|()| file));
         let file = file.map_err(|error| format!("{}: {error}", path.display()))?;
         let region = Region::map("bench", file.into(), ByteRange::sized(0, bytes), Access::ReadWrite).map_err(text)?;
-        Ok(Self { region, _folder: folder })
+        Ok(Self { region, folder })
+    }
+
+    /// Mapped once more, to be read, without a page table yet.
+    pub(super) fn again(&self) -> Result<Region, String> {
+        let path = self.folder.join("memory");
+        let file = File::open(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let all = ByteRange::sized(0, self.region.bytes());
+        Region::map("bench", file.into(), all, Access::Read).map_err(text)
     }
 
     /// Has content everywhere from now on: it is warm.
     pub(super) fn fill(&self) -> Result<(), String> {
-        let window: Vec<u8> = (0..WINDOW_PAGES.buffer_bytes()).map(|byte| (byte % 251 + 1) as u8).collect();
+        self.fill_with(|byte| (byte % 251 + 1) as u8)
+    }
+
+    /// Is warm, with zeros everywhere.
+    pub(super) fn fill_with_zeros(&self) -> Result<(), String> {
+        self.fill_with(|_| 0)
+    }
+
+    fn fill_with(&self, byte: impl Fn(usize) -> u8) -> Result<(), String> {
+        let window: Vec<u8> = (0..WINDOW_PAGES.buffer_bytes()).map(byte).collect();
         PageRange::all(self.region.pages())
             .windows()
             .try_for_each(|pages| self.region.write_pages(pages, &window[..pages.bytes() as usize]).map_err(text))

@@ -1,6 +1,7 @@
 //! `transship bench limits`: what the machine does on its own. Other tables measure the same beside their rows.
 pub(crate) mod codec;
 pub(crate) mod copy;
+mod look;
 mod loopback;
 
 use std::path::{Path, PathBuf};
@@ -11,6 +12,7 @@ use transship_lab::Scratch;
 use self::{
     codec::PACKET_BYTES,
     copy::{Copy, Memory},
+    look::Zeros,
 };
 use crate::{
     aims::Aims,
@@ -18,11 +20,12 @@ use crate::{
     arguments::Common,
     at_hand,
     corpus::Corpus,
-    files::disk,
+    files::disk::{self, DiskRun},
     interrupt,
     machine::{self, Machine},
     output::say,
     plot::{Bar, Chart, Group, Line, Side},
+    results::Spread,
     rows::{FRESH, Limit, Row, WARM},
     tables::Measured,
     units,
@@ -30,8 +33,9 @@ use crate::{
 
 const LONG_ABOUT: &str = "\
 Measures what the machine does on its own: pages copied from one guest's memory into another's, which is fresh or \
-warm; memory read; bytes through sockets of this host; each codec alone on all cores; and the disk of --dir with \
-direct I/O, written and read. Nothing that moves a guest here is faster than these.
+warm; memory read by who has page tables for it, and zeros found by who has none; bytes through sockets of this host; \
+each codec alone on all cores; and the disk of --dir with direct I/O, written, read, and read into fresh guest memory. \
+Nothing that moves a guest here is faster than these.
 
 Other tables measure the limits of their rows by themselves.";
 
@@ -84,6 +88,14 @@ pub(crate) fn scan(threads: usize, bytes: u64) -> Result<Limit, String> {
     Ok(Limit { what: "scan".into(), value: ms })
 }
 
+/// So many bytes of zeros found from outside, by these threads. More memory takes as much longer.
+pub(crate) fn look(base: &Path, threads: usize, bytes: u64) -> Result<Limit, String> {
+    let measured = bytes.min(MOST_BYTES);
+    at_hand::have(measured)?;
+    let ms = Zeros::new(base, measured)?.once(threads.min(cores()))?;
+    Ok(Limit { what: "look from outside".into(), value: scaled(ms, measured, bytes) })
+}
+
 /// So many bytes of a corpus through a codec and back, all cores for one and then for the other. They come back into
 /// memory in this state if that is given, and else into a buffer that is used again and again. None: it has no codec.
 pub(crate) fn codec(
@@ -128,7 +140,7 @@ impl Measured for Limits {
         let mut rows = Vec::new();
         self.memory(&base, &mut rows)?;
         self.codecs(&corpus, &mut rows)?;
-        self.disk(&mut rows)?;
+        self.disk(&base, &mut rows)?;
         let machine = Machine::here();
         let setting = format!("{}, codecs: {} · {}", units::bytes(self.mem), corpus.title(), machine.title("not used"));
         let lines = |row: &Row| {
@@ -156,13 +168,15 @@ impl Measured for Limits {
 
 impl Limits {
     fn memory(&self, base: &Path, rows: &mut Vec<Row>) -> Result<(), String> {
-        let (mut fresh, mut warm, mut loopback, mut scan) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let [mut fresh, mut warm, mut loopback, mut scan, mut look] = [const { Vec::new() }; 5];
         for run in 1..=self.runs {
             at_hand::have(2 * self.mem)?;
             let copy = Copy::new(base, self.mem)?;
             fresh.push(copy.once(cores())?);
             warm.push(copy.once(cores())?);
             drop(copy);
+            at_hand::have(self.mem)?;
+            look.push(Zeros::new(base, self.mem)?.once(cores())?);
             loopback.push(loopback::once(self.mem, cores())?);
             scan.push(self.mem as f64 / machine::scan_bandwidth(cores())? * 1e3);
             say(&format!("memory, run {run} of {}: copied in {} ms", self.runs, units::short(fresh[fresh.len() - 1])));
@@ -170,6 +184,7 @@ impl Limits {
         rows.push(self.row("memory copied", FRESH, fresh));
         rows.push(self.row("memory copied", WARM, warm));
         rows.push(self.row("memory read", WARM, scan));
+        rows.push(self.row("zeros found from outside", WARM, look));
         rows.push(self.row("sockets of this host", "", loopback));
         Ok(())
     }
@@ -192,21 +207,24 @@ impl Limits {
         Ok(())
     }
 
-    fn disk(&self, rows: &mut Vec<Row>) -> Result<(), String> {
+    fn disk(&self, base: &Path, rows: &mut Vec<Row>) -> Result<(), String> {
         let folder = Scratch::within(&self.dir).map_err(|error| error.to_string())?;
         if !disk::does_direct_io(folder.path())? {
             say(&format!("the file system of {} does no direct I/O: the disk is left out", self.dir.display()));
             return Ok(());
         }
-        let (mut write, mut read) = (Vec::new(), Vec::new());
+        let mut all = Vec::new();
         for run in 1..=self.runs {
-            let disk = disk::measure(folder.path(), self.mem)?;
+            let disk = disk::measure(folder.path(), base, self.mem)?;
             say(&format!("the disk, run {run} of {}: written in {} ms", self.runs, units::short(disk.write_ms)));
-            write.push(disk.write_ms);
-            read.push(disk.read_ms);
+            all.push(disk);
         }
-        rows.push(self.row("the disk written", "direct I/O", write));
-        rows.push(self.row("the disk read", "direct I/O", read));
+        let each = |of: fn(&DiskRun) -> f64| all.iter().map(of).collect::<Vec<_>>();
+        let cpu = Spread::of(each(|run| run.write_cpu_seconds)).median / (self.mem as f64 / 1e9);
+        let written = self.row("the disk written", "direct I/O", each(|run| run.write_ms));
+        rows.push(written.fact("CPU s/GB", units::short(cpu), ""));
+        rows.push(self.row("the disk read", "direct I/O", each(|run| run.read_ms)));
+        rows.push(self.row("the disk read into memory", FRESH, each(|run| run.fill_ms)));
         Ok(())
     }
 

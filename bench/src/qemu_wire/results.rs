@@ -105,17 +105,24 @@ impl Results {
         let ours = self.series.iter().filter(|series| series.route != Route::QemuToQemu);
         ours.map(|series| {
             let ms = |series: &Series| series.runs.all_ms();
-            let limit = match (series.kind, series.route, series.wire.method) {
+            let threads = series.wire.channels.into();
+            let all: Vec<Limit> = match (series.kind, series.route, series.wire.method) {
                 (Kind::Corpus, Route::QemuToFile, Method::None) => {
-                    self.disk_ms().map(|value| Limit { what: "the disk written".into(), value })
+                    self.disk_ms().map(|value| Limit { what: "the disk written".into(), value }).into_iter().collect()
                 }
-                (Kind::Corpus, _, Method::None) => Some(limits::copy(base, self.guest_bytes, FRESH)?),
+                (Kind::Corpus, _, Method::None) => vec![limits::copy(base, self.guest_bytes, FRESH)?],
                 (Kind::Corpus, route, method) => {
                     let memory = (route != Route::QemuToFile).then_some((base, FRESH));
-                    limits::codec(method.name(), corpus, self.guest_bytes, memory)?
+                    limits::codec(method.name(), corpus, self.guest_bytes, memory)?.into_iter().collect()
                 }
-                (Kind::Zero, ..) => Some(limits::scan(series.wire.channels.into(), self.guest_bytes)?),
-                (Kind::Untouched, ..) => None,
+                // A stock QEMU that sends has its own page tables.
+                (Kind::Zero, Route::QemuToOurs | Route::QemuToFile, _) => {
+                    vec![limits::scan(threads, self.guest_bytes)?]
+                }
+                (Kind::Zero, ..) => {
+                    vec![limits::scan(threads, self.guest_bytes)?, limits::look(base, threads, self.guest_bytes)?]
+                }
+                (Kind::Untouched, ..) => Vec::new(),
             };
             let qemu = self.beside(series).map(ms).unwrap_or_default();
             let memory = match series.route {
@@ -128,7 +135,7 @@ impl Results {
                 units::short(source + destination)
             };
             let beside = self.beside(series).map_or_else(String::new, cpu);
-            Ok(Row::of(series.title(), memory, ms(series), qemu).limit(limit).fact("CPU s/GB", cpu(series), beside))
+            Ok(Row::of(series.title(), memory, ms(series), qemu).limit(all).fact("CPU s/GB", cpu(series), beside))
         })
         .collect()
     }

@@ -211,7 +211,7 @@ mod tests {
         let rows = results().rows();
         assert_eq!(rows.iter().map(|row| row.median(crate::rows::Side::Ours)).collect::<Vec<_>>(), [2500.0, 2000.0]);
         // 2 Gbit over 1 and over 10 Gbit/s.
-        assert_eq!(rows.iter().map(|row| row.of_limit().unwrap()).collect::<Vec<_>>(), [0.8, 0.1]);
+        assert_eq!(rows.iter().flat_map(|row| row.of_limits().map(|(share, _)| share)).collect::<Vec<_>>(), [0.8, 0.1]);
     }
 
     #[test]

@@ -1,0 +1,73 @@
+//! Zeros in a guest's memory, looked at from outside by threads that do nothing else. A VMM has page tables for its
+//! memory. Whoever looks at it from outside makes his own first, and that takes longer than the look.
+use std::{
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    thread,
+    time::Instant,
+};
+
+use transship_memory::{PageNumber, PageRange, Region, WINDOW_PAGES, WindowBuffer};
+
+use super::copy::{Memory, PIECE_PAGES};
+use crate::{pair::text, units::millis};
+
+/// Memory that has zeros everywhere, and no page tables of ours.
+pub(crate) struct Zeros(Memory);
+
+impl Zeros {
+    /// In the file system of guest memory.
+    pub(crate) fn new(base: &Path, bytes: u64) -> Result<Self, String> {
+        let memory = Memory::fresh(base, bytes)?;
+        memory.fill_with_zeros()?;
+        Ok(Self(memory))
+    }
+
+    /// Milliseconds that so many threads take to map the memory, to look at all of it, and to unmap it.
+    pub(crate) fn once(&self, threads: usize) -> Result<f64, String> {
+        let next = AtomicU64::new(0);
+        let begin = Instant::now();
+        let region = self.0.again()?;
+        thread::scope(|scope| {
+            let all: Vec<_> = (0..threads).map(|_| scope.spawn(|| pieces(&region, &next))).collect();
+            all.into_iter().try_for_each(|thread| thread.join().map_err(|_| "a looking thread panicked")?)
+        })?;
+        drop(region);
+        Ok(millis(begin.elapsed()))
+    }
+}
+
+fn pieces(region: &Region, next: &AtomicU64) -> Result<(), String> {
+    let mut buffer = WindowBuffer::default();
+    loop {
+        // A counter: nothing else is published by it.
+        let piece = PageNumber::new(next.fetch_add(PIECE_PAGES.get(), Relaxed));
+        let end = PageRange::all(region.pages()).end();
+        if piece >= end {
+            return Ok(());
+        }
+        for PageRange { first, .. } in piece.to(end.min(piece + PIECE_PAGES)).parts(WINDOW_PAGES) {
+            let window = region.read_window(first.masked(u128::MAX), true, &mut buffer).map_err(text)?;
+            if window.zero_mask() != u128::MAX {
+                return Err(format!("pages from {first:?} on are not zero"));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_page_is_looked_at() {
+        let zeros = Zeros::new(Path::new("/dev/shm"), 24 << 20).unwrap();
+        assert!(zeros.once(1).unwrap() > 0.0 && zeros.once(3).unwrap() > 0.0);
+        let last = PageNumber::new((24 << 20 >> 12) - 1);
+        zeros.0.region.write_pages(last.masked(1), &[1; 4096]).unwrap();
+        for threads in [1, 3] {
+            assert!(zeros.once(threads).unwrap_err().contains("not zero"));
+        }
+    }
+}
