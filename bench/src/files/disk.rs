@@ -1,7 +1,7 @@
 //! What the disk does on its own: the same bytes past the page cache, without a guest.
 use std::{
     fs::{self, File, OpenOptions},
-    io,
+    io::{self, IoSlice},
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::Path,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
@@ -79,6 +79,38 @@ fn write_and_read(path: &Path, bytes: u64) -> Result<DiskRun, String> {
     Ok(DiskRun { write_ms, write_cpu_seconds, read_ms, fill_ms: f64::NAN })
 }
 
+/// As the disk takes guest memory whose pages lie anywhere, if nobody copies them: each page of a request is another
+/// buffer. Milliseconds until the file is durable, and CPU seconds.
+pub(crate) fn write_scattered(folder: &Path, bytes: u64) -> Result<(f64, f64), String> {
+    let path = folder.join("disk");
+    let written = scattered(&path, bytes);
+    let _ = fs::remove_file(&path);
+    written.map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn scattered(path: &Path, bytes: u64) -> Result<(f64, f64), String> {
+    let file = open(path, true).map_err(text)?;
+    let mut pages: Vec<_> = (0..REQUEST_BYTES / PAGE_BYTES).map(|_| PageBuffer::new(1)).collect();
+    pages.iter_mut().for_each(|page| fill(page.bytes_mut()));
+    let slices: Vec<_> = pages.iter().map(|page| IoSlice::new(page.bytes())).collect();
+    timed(|| {
+        file.set_len(bytes)?;
+        let cpu_seconds = in_requests(bytes, [(); REQUESTS].iter_mut(), |(), offset, length| {
+            write_slices(&file, &slices[..length / PAGE_BYTES], offset)
+        })?;
+        file.sync_all()?;
+        Ok(cpu_seconds)
+    })
+}
+
+fn write_slices(file: &File, slices: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
+    let length: usize = slices.iter().map(|slice| slice.len()).sum();
+    match rustix::io::pwritev(file, slices, offset)? {
+        written if written == length => Ok(()),
+        _ => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
 /// Milliseconds that the file takes into memory as large as it is.
 fn fill_from(path: &Path, memory: &Region) -> Result<f64, String> {
     let file = open(path, false).map_err(text)?;
@@ -127,28 +159,37 @@ impl Requests {
 
     /// Has threads go over all bytes, each in requests of its own. Gives their CPU seconds.
     fn run(&mut self, bytes: u64, once: impl Fn(&mut [u8], u64) -> io::Result<()> + Sync) -> io::Result<f64> {
-        let next = AtomicU64::new(0);
-        let work = |buffer: &mut PageBuffer| {
-            loop {
-                // A counter: nothing else is published by it.
-                let offset = next.fetch_add(REQUEST_BYTES as u64, Relaxed);
-                let length = bytes.saturating_sub(offset).min(REQUEST_BYTES as u64) as usize;
-                if length == 0 {
-                    return Ok(own_cpu_seconds());
-                }
-                once(&mut buffer.bytes_mut()[..length], offset)?;
-            }
-        };
-        thread::scope(|scope| {
-            let threads: Vec<_> = self.0.iter_mut().map(|buffer| scope.spawn(|| work(buffer))).collect();
-            let ended = |thread: thread::ScopedJoinHandle<'_, _>| {
-                thread.join().unwrap_or_else(|_| Err(io::Error::other("a thread that uses the disk panicked")))
-            };
-            // All of them, also after the first error.
-            let ends: Vec<io::Result<f64>> = threads.into_iter().map(ended).collect();
-            ends.into_iter().sum()
-        })
+        in_requests(bytes, self.0.iter_mut(), |buffer, offset, length| once(&mut buffer.bytes_mut()[..length], offset))
     }
+}
+
+/// The same by a thread for each of these: what it has, where the request begins, and how long it is.
+fn in_requests<'a, T: Send + 'a>(
+    bytes: u64,
+    each: impl Iterator<Item = &'a mut T>,
+    once: impl Fn(&mut T, u64, usize) -> io::Result<()> + Sync,
+) -> io::Result<f64> {
+    let next = AtomicU64::new(0);
+    let work = |own: &mut T| {
+        loop {
+            // A counter: nothing else is published by it.
+            let offset = next.fetch_add(REQUEST_BYTES as u64, Relaxed);
+            let length = bytes.saturating_sub(offset).min(REQUEST_BYTES as u64) as usize;
+            if length == 0 {
+                return Ok(own_cpu_seconds());
+            }
+            once(own, offset, length)?;
+        }
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = each.map(|own| scope.spawn(|| work(own))).collect();
+        let ended = |thread: thread::ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|_| Err(io::Error::other("a thread that uses the disk panicked")))
+        };
+        // All of them, also after the first error.
+        let ends: Vec<io::Result<f64>> = threads.into_iter().map(ended).collect();
+        ends.into_iter().sum()
+    })
 }
 
 /// With what no disk makes smaller.
@@ -207,6 +248,23 @@ mod tests {
         let DiskRun { write_ms, write_cpu_seconds, read_ms, fill_ms } = run;
         assert!([write_ms, write_cpu_seconds, read_ms, fill_ms].iter().all(|number| *number > 0.0), "{run:?}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn scattered_pages_are_all_written() {
+        let folder = tempfile::tempdir().unwrap();
+        if !does_direct_io(folder.path()).unwrap() {
+            return;
+        }
+        let (path, bytes) = (folder.path().join("disk"), (5 << 20) + 4096);
+        let (ms, cpu_seconds) = scattered(&path, bytes).unwrap();
+        assert!(ms > 0.0 && cpu_seconds > 0.0);
+        let written = fs::read(&path).unwrap();
+        assert_eq!(written.len() as u64, bytes);
+        let (pages, rest) = written.as_chunks::<PAGE_BYTES>();
+        assert!(rest.is_empty() && pages.iter().all(|page| page == &pages[0] && page[0] | page[1] != 0));
+        assert!(write_scattered(folder.path(), bytes).is_err(), "the file was there");
+        assert!(write_scattered(folder.path(), bytes).is_ok() && fs::read_dir(folder.path()).unwrap().count() == 0);
     }
 
     #[test]

@@ -12,6 +12,9 @@ use transship_memory::{PageNumber, PageRange, Region, WINDOW_PAGES, WindowBuffer
 use super::copy::{Memory, PIECE_PAGES};
 use crate::{pair::text, units::millis};
 
+/// How often it is looked at; the quickest counts, as of a scan.
+const PASSES: usize = 3;
+
 /// Memory that has zeros everywhere, and no page tables of ours.
 pub(crate) struct Zeros(Memory);
 
@@ -23,8 +26,12 @@ impl Zeros {
         Ok(Self(memory))
     }
 
-    /// Milliseconds that so many threads take to map the memory, to look at all of it, and to unmap it.
-    pub(crate) fn once(&self, threads: usize) -> Result<f64, String> {
+    /// Milliseconds that so many threads take at best to map the memory, to look at all of it, and to unmap it.
+    pub(crate) fn look(&self, threads: usize) -> Result<f64, String> {
+        (0..PASSES).try_fold(f64::INFINITY, |best, _| Ok(self.once(threads)?.min(best)))
+    }
+
+    fn once(&self, threads: usize) -> Result<f64, String> {
         let next = AtomicU64::new(0);
         let begin = Instant::now();
         let region = self.0.again()?;
@@ -63,11 +70,11 @@ mod tests {
     #[test]
     fn every_page_is_looked_at() {
         let zeros = Zeros::new(Path::new("/dev/shm"), 24 << 20).unwrap();
-        assert!(zeros.once(1).unwrap() > 0.0 && zeros.once(3).unwrap() > 0.0);
+        assert!([1, 3].iter().all(|threads| zeros.look(*threads).unwrap().is_normal()));
         let last = PageNumber::new((24 << 20 >> 12) - 1);
         zeros.0.region.write_pages(last.masked(1), &[1; 4096]).unwrap();
         for threads in [1, 3] {
-            assert!(zeros.once(threads).unwrap_err().contains("not zero"));
+            assert!(zeros.look(threads).unwrap_err().contains("not zero"));
         }
     }
 }

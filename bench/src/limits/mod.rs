@@ -34,7 +34,8 @@ use crate::{
 const LONG_ABOUT: &str = "\
 Measures what the machine does on its own: pages copied from one guest's memory into another's, which is fresh or \
 warm; memory read by who has page tables for it, and zeros found by who has none; bytes through sockets of this host; \
-each codec alone on all cores; and the disk of --dir with direct I/O, written, read, and read into fresh guest memory. \
+each codec alone on all cores; and the disk of --dir with direct I/O, written, read, and read into fresh guest memory. Of \
+what is written there are two: from huge pages, and from pages that lie anywhere, as those of guests. \
 Nothing that moves a guest here is faster than these.
 
 Other tables measure the limits of their rows by themselves.";
@@ -92,7 +93,7 @@ pub(crate) fn scan(threads: usize, bytes: u64) -> Result<Limit, String> {
 pub(crate) fn look(base: &Path, threads: usize, bytes: u64) -> Result<Limit, String> {
     let measured = bytes.min(MOST_BYTES);
     at_hand::have(measured)?;
-    let ms = Zeros::new(base, measured)?.once(threads.min(cores()))?;
+    let ms = Zeros::new(base, measured)?.look(threads.min(cores()))?;
     Ok(Limit { what: "look from outside".into(), value: scaled(ms, measured, bytes) })
 }
 
@@ -176,7 +177,7 @@ impl Limits {
             warm.push(copy.once(cores())?);
             drop(copy);
             at_hand::have(self.mem)?;
-            look.push(Zeros::new(base, self.mem)?.once(cores())?);
+            look.push(Zeros::new(base, self.mem)?.look(cores())?);
             loopback.push(loopback::once(self.mem, cores())?);
             scan.push(self.mem as f64 / machine::scan_bandwidth(cores())? * 1e3);
             say(&format!("memory, run {run} of {}: copied in {} ms", self.runs, units::short(fresh[fresh.len() - 1])));
@@ -213,16 +214,21 @@ impl Limits {
             say(&format!("the file system of {} does no direct I/O: the disk is left out", self.dir.display()));
             return Ok(());
         }
-        let mut all = Vec::new();
+        let (mut all, mut scattered) = (Vec::new(), Vec::new());
         for run in 1..=self.runs {
+            scattered.push(disk::write_scattered(folder.path(), self.mem)?);
             let disk = disk::measure(folder.path(), base, self.mem)?;
             say(&format!("the disk, run {run} of {}: written in {} ms", self.runs, units::short(disk.write_ms)));
             all.push(disk);
         }
         let each = |of: fn(&DiskRun) -> f64| all.iter().map(of).collect::<Vec<_>>();
-        let cpu = Spread::of(each(|run| run.write_cpu_seconds)).median / (self.mem as f64 / 1e9);
-        let written = self.row("the disk written", "direct I/O", each(|run| run.write_ms));
-        rows.push(written.fact("CPU s/GB", units::short(cpu), ""));
+        let mut written = |title, ms, cpu_seconds: Vec<f64>| {
+            let cpu = Spread::of(cpu_seconds).median / (self.mem as f64 / 1e9);
+            rows.push(self.row(title, "direct I/O", ms).fact("CPU s/GB", units::short(cpu), ""));
+        };
+        written("the disk written", each(|run| run.write_ms), each(|run| run.write_cpu_seconds));
+        let (ms, cpu_seconds) = scattered.into_iter().unzip();
+        written("the disk written, pages of 4 KiB", ms, cpu_seconds);
         rows.push(self.row("the disk read", "direct I/O", each(|run| run.read_ms)));
         rows.push(self.row("the disk read into memory", FRESH, each(|run| run.fill_ms)));
         Ok(())
