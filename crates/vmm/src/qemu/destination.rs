@@ -344,8 +344,8 @@ impl DestinationGuest for QemuDestination {
 
     fn tidy(&mut self) {
         self.restore_settings();
-        // If QEMU is gone the next word to it says so.
-        let _ = self.qmp.type_ahead(&machine::run_command());
+        // What it is told next, as a rule. If QEMU is gone that says so.
+        let _ = self.qmp.type_cont_ahead();
     }
 
     fn start(&mut self, run: bool) -> Result<(), GuestError> {

@@ -108,11 +108,13 @@ impl DeviceState {
 
     /// What is asked of a guest that was stopped, before its state is saved. `seen`: its blocks of memory were.
     fn questions(seen: bool) -> Vec<Question> {
-        let mut questions = vec![machine::state_question(), checks::migration_question()];
-        if !seen {
-            questions.push(blocks::question());
-        }
-        questions
+        [vec![checks::migration_question()], Self::questions_of_stopped(seen)].concat()
+    }
+
+    /// Without what is as true before the stop: what can't be saved is in the way whether the guest runs or not.
+    fn questions_of_stopped(seen: bool) -> Vec<Question> {
+        let blocks = (!seen).then(blocks::question);
+        [machine::state_question()].into_iter().chain(blocks).collect()
     }
 
     /// Does what can be done while the guest still runs, for the next save. `known`: the blocks of memory as they are
@@ -130,11 +132,9 @@ impl DeviceState {
 
     /// What QEMU is told with the stop, if the save comes right behind it.
     pub(super) fn with_stop(&self, disks: Disks) -> WithStop {
-        // What can't be saved is in the way whether the guest runs or not.
-        let before = vec![checks::migration_question()];
-        let asked = Self::questions(self.seen.is_some());
-        let questions = asked.into_iter().filter(|question| !before.contains(question)).collect();
-        WithStop { before, questions, next: self.added.as_ref().map(|added| command(added, disks)) }
+        let next = self.added.as_ref().map(|added| command(added, disks));
+        let questions = Self::questions_of_stopped(self.seen.is_some());
+        WithStop { before: vec![checks::migration_question()], questions, next }
     }
 
     /// There will be no save, or it is over, and nobody waits for it.

@@ -7,7 +7,7 @@ use std::{
 use serde_json::json;
 use transship_guest::GuestError;
 
-use super::qmp::{Command, Keeper, Qmp, QmpError, Question};
+use super::qmp::{Keeper, Qmp, QmpError, Question};
 use crate::looked::DeviceFound;
 
 /// The VM's UUID; all zero if it was given none.
@@ -62,11 +62,6 @@ pub(super) fn settled_state(qmp: &mut Qmp) -> Result<String, QmpError> {
         }
         thread::sleep(LOOK_EVERY);
     }
-}
-
-/// What [`let_run`] begins with.
-pub(super) fn run_command() -> Command {
-    ("cont", json!({}))
 }
 
 /// Lets the guest run. `rival`: the QEMU that may have its disks instead, in words.

@@ -59,6 +59,11 @@ pub(super) type Command = (&'static str, Value);
 /// A command that changes nothing, and its arguments.
 pub(super) type Question = Command;
 
+/// Has QEMU let its guest run.
+fn cont() -> Command {
+    ("cont", json!({}))
+}
+
 /// What QEMU is told with a stop.
 #[derive(Debug, Default)]
 pub(super) struct WithStop {
@@ -177,7 +182,8 @@ pub(super) trait Carrier: Send {
     }
     /// Lets the guest run.
     fn cont(&mut self, limit: Duration) -> Result<(), QmpError> {
-        self.execute("cont", json!({}), None, limit).map(drop)
+        let (command, arguments) = cont();
+        self.execute(command, arguments, None, limit).map(drop)
     }
     /// How a person lets the guest run: a command line.
     fn cont_by_hand(&self) -> String;
@@ -325,6 +331,11 @@ impl Qmp {
     /// Lets the guest run.
     pub(super) fn cont(&mut self) -> Result<(), QmpError> {
         self.carrier.cont(COMMAND_WAIT)
+    }
+
+    /// Has QEMU read what [`Qmp::cont`] says but for its end, as [`Carrier::type_ahead`] does.
+    pub(super) fn type_cont_ahead(&mut self) -> Result<bool, QmpError> {
+        self.carrier.type_ahead(&cont())
     }
 
     /// How a person lets the guest run: a command line.

@@ -113,6 +113,17 @@ fn a_guest_is_stopped_between_questions_with_a_command_behind_them() {
     }
 }
 
+/// The guest that is let run is the one that was typed ahead for: one command, of which nothing is withdrawn.
+#[test]
+fn a_guest_is_let_run_by_the_end_of_what_was_typed() {
+    let (_dir, path, heard) = overheard(GREETING, &[r#"{"return": {}, "id": ID}"#]);
+    let mut qmp = Qmp::connect(&path).unwrap();
+    assert!(qmp.type_cont_ahead().unwrap());
+    qmp.cont().unwrap();
+    let [_, cont] = [0; 2].map(|_| heard.recv().unwrap());
+    assert_eq!(cont, json!({ "execute": "cont", "id": cont["id"] }));
+}
+
 /// A command goes in two pieces, also as the first of several, and is one command to QEMU.
 #[test]
 fn a_command_that_was_typed_ahead_is_given_by_its_end() {
