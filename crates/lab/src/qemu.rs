@@ -107,6 +107,14 @@ impl Qemu {
         self.monitor().execute(command, arguments)
     }
 
+    /// Runs several, sent in one piece.
+    ///
+    /// # Errors
+    /// QEMU refuses one, or is gone.
+    pub fn qmp_together(&self, commands: &[(&str, Value)]) -> Result<()> {
+        self.monitor().execute_together(commands)
+    }
+
     /// The data of the first event of this name that is `wanted`, of those that were not waited for yet.
     ///
     /// # Errors

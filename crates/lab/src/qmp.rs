@@ -34,9 +34,27 @@ impl Qmp {
     /// # Errors
     /// QEMU refuses, is gone, or does not answer.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
-        line.push('\n');
-        self.stream.get_mut().write_all(line.as_bytes()).map_err(failed(format!("qmp: {command}")))?;
+        self.give(&[(command, arguments)])?;
+        self.answer(command)
+    }
+
+    /// Sends all of these in one piece, and waits until QEMU has run each.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`]: of the first that fails. What is behind it is run all the same.
+    pub fn execute_together(&mut self, commands: &[(&str, Value)]) -> Result<()> {
+        self.give(commands)?;
+        commands.iter().try_for_each(|(command, _)| self.answer(command).map(drop))
+    }
+
+    fn give(&mut self, commands: &[(&str, Value)]) -> Result<()> {
+        let line = |(command, arguments): &(&str, Value)| json!({ "execute": command, "arguments": arguments });
+        let lines: String = commands.iter().map(|command| format!("{}\n", line(command))).collect();
+        let first = commands.first().map_or("nothing", |(command, _)| *command);
+        self.stream.get_mut().write_all(lines.as_bytes()).map_err(failed(format!("qmp: {first}")))
+    }
+
+    fn answer(&mut self, command: &str) -> Result<Value> {
         loop {
             let mut answer = self.read().map_err(failed(command))?;
             if let Some(value) = answer.get_mut("return") {
