@@ -75,8 +75,8 @@ impl MemoryKind {
         }
     }
 
-    /// Is it in a file that can be filled from outside?
-    fn has_file(self) -> bool {
+    /// Is it in a file that can be filled from outside, and that two QEMUs can have?
+    pub(crate) fn has_file(self) -> bool {
         matches!(self, Self::File | Self::Huge)
     }
 }
@@ -88,11 +88,6 @@ impl GuestMemory {
         let is_huge = self.backend == MemoryKind::Huge && machine::is_hugetlbfs(&base)?;
         machine::check_room(guest_bytes, &base, is_huge)?;
         Ok(base)
-    }
-
-    /// Can two QEMUs have the same?
-    pub(crate) fn is_shared(self) -> bool {
-        self.backend.has_file()
     }
 
     /// For the column of a table: `fresh`, or `warm, ram`.

@@ -180,8 +180,8 @@ impl Page {
             self.verdict(row.compared);
         }
         if columns.limits {
-            let shares = row.of_limits().map(|(share, limit)| format!("{share:.2} of {}", limit.what));
-            let lines: Vec<_> = shares.map(|line| escaped(&line).to_string()).collect();
+            let lines = row.of_limits().map(|(share, limit)| escaped(&format!("{share:.2} of {}", limit.what)));
+            let lines: Vec<_> = lines.collect();
             let _ = write!(self.0, "<td>{}</td>", lines.join("<br>"));
         }
         self.add("<td class=\"facts\">");

@@ -11,9 +11,15 @@ use std::{
 
 use rustix::fs::OFlags;
 use serde::Serialize;
-use transship_memory::{PAGE_BYTES, PageBuffer, PageCount, PageNumber, Region};
+use transship_memory::{PAGE_BYTES, PageBuffer, PageNumber, Region};
 
-use crate::{at_hand, limits::copy::Memory, pair::text, processes::own_cpu_seconds, units::millis};
+use crate::{
+    at_hand,
+    limits::copy::{self, Memory},
+    pair::text,
+    processes::own_cpu_seconds,
+    units::millis,
+};
 
 /// Each request, on a huge page, and how many are under way at once: where this is not enough for a disk, a snapshot's
 /// are not either.
@@ -44,62 +50,67 @@ pub(crate) fn does_direct_io(folder: &Path) -> Result<bool, String> {
     }
 }
 
-/// Writes a new file of this size, reads it, and reads it into guest memory, which lies in `base`.
-pub(crate) fn measure(folder: &Path, base: &Path, bytes: u64) -> Result<DiskRun, String> {
-    let path = folder.join("disk");
-    let run = write_and_read(&path, bytes).and_then(|run| {
-        at_hand::have(bytes)?;
-        let memory = Memory::fresh(base, bytes)?;
-        let fill_ms = fill_from(&path, &memory.region)?;
-        Ok(DiskRun { fill_ms, ..run })
-    });
-    let _ = fs::remove_file(&path);
-    run.map_err(|error| format!("{}: {error}", path.display()))
+/// How long a file took to be written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Written {
+    /// Until it is durable.
+    pub(crate) ms: f64,
+    pub(crate) cpu_seconds: f64,
 }
 
-fn write_and_read(path: &Path, bytes: u64) -> Result<DiskRun, String> {
-    let file = open(path, true).map_err(text)?;
+/// Writes a new file of this size, reads it, and reads it into guest memory, which lies in `base`.
+pub(crate) fn measure(folder: &Path, base: &Path, bytes: u64) -> Result<DiskRun, String> {
+    with_file(folder, |path| {
+        let mut requests = Requests::new();
+        let Written { ms, cpu_seconds } = write(path, bytes, |file| requests.write(file, bytes))?;
+        let read_ms = read(path, &mut requests, bytes)?;
+        at_hand::have(bytes)?;
+        let fill_ms = fill_from(path, &mut requests, &Memory::fresh(base, bytes)?.region)?;
+        Ok(DiskRun { write_ms: ms, write_cpu_seconds: cpu_seconds, read_ms, fill_ms })
+    })
+}
+
+/// Writes a new file of this size.
+pub(crate) fn written(folder: &Path, bytes: u64) -> Result<Written, String> {
     let mut requests = Requests::new();
-    let (write_ms, write_cpu_seconds) = timed(|| {
+    with_file(folder, |path| write(path, bytes, |file| requests.write(file, bytes)))
+}
+
+/// The same as the disk takes guest memory whose pages lie anywhere, if nobody copies them: each page of a request is
+/// another buffer.
+pub(crate) fn written_scattered(folder: &Path, bytes: u64) -> Result<Written, String> {
+    with_file(folder, |path| scattered(path, bytes))
+}
+
+/// The file goes away behind the work.
+fn with_file<T>(folder: &Path, work: impl FnOnce(&Path) -> Result<T, String>) -> Result<T, String> {
+    let path = folder.join("disk");
+    let done = work(&path);
+    let _ = fs::remove_file(&path);
+    done.map_err(|error| format!("{}: {error}", path.display()))
+}
+
+/// `all`: writes all of it, and gives its CPU seconds.
+fn write(path: &Path, bytes: u64, all: impl FnOnce(&File) -> io::Result<f64>) -> Result<Written, String> {
+    let file = open(path, true).map_err(text)?;
+    let (ms, cpu_seconds) = timed(|| {
         // As a snapshot: its size is known before, its pages are not.
         file.set_len(bytes)?;
-        let cpu_seconds = requests.run(bytes, |buffer, offset| {
-            // No two pages are equal, for disks that would notice.
-            buffer.chunks_exact_mut(PAGE_BYTES).zip(offset..).for_each(|(page, tag)| {
-                page[..8].copy_from_slice(&tag.to_le_bytes());
-            });
-            file.write_all_at(buffer, offset)
-        })?;
+        let cpu_seconds = all(&file)?;
         file.sync_all()?;
         Ok(cpu_seconds)
     })?;
-    drop(file);
-    let file = open(path, false).map_err(text)?;
-    let (read_ms, _) = timed(|| requests.run(bytes, |buffer, offset| file.read_exact_at(buffer, offset)))?;
-    Ok(DiskRun { write_ms, write_cpu_seconds, read_ms, fill_ms: f64::NAN })
+    Ok(Written { ms, cpu_seconds })
 }
 
-/// As the disk takes guest memory whose pages lie anywhere, if nobody copies them: each page of a request is another
-/// buffer. Milliseconds until the file is durable, and CPU seconds.
-pub(crate) fn write_scattered(folder: &Path, bytes: u64) -> Result<(f64, f64), String> {
-    let path = folder.join("disk");
-    let written = scattered(&path, bytes);
-    let _ = fs::remove_file(&path);
-    written.map_err(|error| format!("{}: {error}", path.display()))
-}
-
-fn scattered(path: &Path, bytes: u64) -> Result<(f64, f64), String> {
-    let file = open(path, true).map_err(text)?;
+fn scattered(path: &Path, bytes: u64) -> Result<Written, String> {
     let mut pages: Vec<_> = (0..REQUEST_BYTES / PAGE_BYTES).map(|_| PageBuffer::new(1)).collect();
     pages.iter_mut().for_each(|page| fill(page.bytes_mut()));
     let slices: Vec<_> = pages.iter().map(|page| IoSlice::new(page.bytes())).collect();
-    timed(|| {
-        file.set_len(bytes)?;
-        let cpu_seconds = in_requests(bytes, [(); REQUESTS].iter_mut(), |(), offset, length| {
-            write_slices(&file, &slices[..length / PAGE_BYTES], offset)
-        })?;
-        file.sync_all()?;
-        Ok(cpu_seconds)
+    write(path, bytes, |file| {
+        in_requests(bytes, [(); REQUESTS].iter_mut(), |(), offset, length| {
+            write_slices(file, &slices[..length / PAGE_BYTES], offset)
+        })
     })
 }
 
@@ -111,21 +122,20 @@ fn write_slices(file: &File, slices: &[IoSlice<'_>], offset: u64) -> io::Result<
     }
 }
 
-/// Milliseconds that the file takes into memory as large as it is.
-fn fill_from(path: &Path, memory: &Region) -> Result<f64, String> {
+/// Milliseconds that the file takes to be read.
+fn read(path: &Path, requests: &mut Requests, bytes: u64) -> Result<f64, String> {
     let file = open(path, false).map_err(text)?;
-    let mut requests = Requests::new();
+    let (ms, _) = timed(|| requests.run(bytes, |buffer, offset| file.read_exact_at(buffer, offset)))?;
+    Ok(ms)
+}
+
+/// Milliseconds that it takes into memory as large as it is.
+fn fill_from(path: &Path, requests: &mut Requests, memory: &Region) -> Result<f64, String> {
+    let file = open(path, false).map_err(text)?;
     let (ms, _) = timed(|| {
         requests.run(memory.bytes(), |buffer, offset| {
             file.read_exact_at(buffer, offset)?;
-            let pages = PageNumber::at(offset).run(PageCount::new((buffer.len() / PAGE_BYTES) as u64));
-            let mut rest = &*buffer;
-            for window in pages.windows() {
-                let (now, later) = rest.split_at(window.bytes() as usize);
-                memory.write_pages(window, now).map_err(io::Error::other)?;
-                rest = later;
-            }
-            Ok(())
+            copy::write(memory, PageNumber::at(offset), buffer).map_err(io::Error::other)
         })
     })?;
     Ok(ms)
@@ -155,6 +165,17 @@ impl Requests {
             buffer
         };
         Self((0..REQUESTS).map(|_| buffer()).collect())
+    }
+
+    /// Writes so many bytes, and gives the CPU seconds.
+    fn write(&mut self, file: &File, bytes: u64) -> io::Result<f64> {
+        self.run(bytes, |buffer, offset| {
+            // No two pages are equal, for disks that would notice.
+            buffer.chunks_exact_mut(PAGE_BYTES).zip(offset..).for_each(|(page, tag)| {
+                page[..8].copy_from_slice(&tag.to_le_bytes());
+            });
+            file.write_all_at(buffer, offset)
+        })
     }
 
     /// Has threads go over all bytes, each in requests of its own. Gives their CPU seconds.
@@ -257,14 +278,14 @@ mod tests {
             return;
         }
         let (path, bytes) = (folder.path().join("disk"), (5 << 20) + 4096);
-        let (ms, cpu_seconds) = scattered(&path, bytes).unwrap();
+        let Written { ms, cpu_seconds } = scattered(&path, bytes).unwrap();
         assert!(ms > 0.0 && cpu_seconds > 0.0);
         let written = fs::read(&path).unwrap();
         assert_eq!(written.len() as u64, bytes);
         let (pages, rest) = written.as_chunks::<PAGE_BYTES>();
         assert!(rest.is_empty() && pages.iter().all(|page| page == &pages[0] && page[0] | page[1] != 0));
-        assert!(write_scattered(folder.path(), bytes).is_err(), "the file was there");
-        assert!(write_scattered(folder.path(), bytes).is_ok() && fs::read_dir(folder.path()).unwrap().count() == 0);
+        assert!(written_scattered(folder.path(), bytes).is_err(), "the file was there");
+        assert!(written_scattered(folder.path(), bytes).is_ok() && fs::read_dir(folder.path()).unwrap().count() == 0);
     }
 
     #[test]
@@ -274,9 +295,10 @@ mod tests {
             return;
         }
         let (path, bytes) = (folder.path().join("disk"), 5 << 20);
-        write_and_read(&path, bytes).unwrap();
+        let mut requests = Requests::new();
+        write(&path, bytes, |file| requests.write(file, bytes)).unwrap();
         let memory = Memory::fresh(Path::new("/dev/shm"), bytes).unwrap();
-        assert!(fill_from(&path, &memory.region).unwrap() > 0.0);
+        assert!(fill_from(&path, &mut requests, &memory.region).unwrap() > 0.0);
         let mut found = vec![0; bytes as usize];
         memory.region.copy_to(PageRange::all(memory.region.pages()), &mut found).unwrap();
         assert!(found == fs::read(&path).unwrap());

@@ -196,7 +196,7 @@ fn measure(table: &GuestView, base: &Path, accel: Accel, results: &mut Results) 
                 let series = results.series.last_mut().ok_or("no series")?;
                 if by == By::Transship { series.ours.push(once) } else { series.qemu.push(once) }
             }
-            if load == Load::Idle && table.guest.is_shared() {
+            if load == Load::Idle && table.guest.backend.has_file() {
                 let title = format!("{}, two QEMUs with one memory, run {run} of {}", load.title(), table.runs);
                 let silence = bare::once(&recipe, &memory).map_err(|error| format!("{title}: {error}"))?;
                 say(&format!("{title}: {} ms of silence", units::short(silence)));

@@ -1,14 +1,9 @@
 //! A codec alone, on all cores, on the packets that moves make: what no compressed move is faster than.
-use std::{
-    sync::atomic::{AtomicUsize, Ordering::Relaxed},
-    thread,
-    time::Instant,
-};
-
 use transship_codec::{Method, Outcome, Setting};
-use transship_memory::{PAGE_BYTES, PageCount, PageNumber, Region, WINDOW_PAGES};
+use transship_memory::{PageNumber, Region, WINDOW_PAGES};
 
-use crate::{pair::text, units::millis};
+use super::{copy, threads::on_all};
+use crate::pair::text;
 
 /// As the packets of a move.
 pub(crate) const PACKET_BYTES: usize = WINDOW_PAGES.buffer_bytes();
@@ -50,52 +45,16 @@ pub(crate) fn alone(
                 Some(bytes) => decoder.decode(bytes, pages).map_err(text)?,
                 None => pages.copy_from_slice(packets[number]),
             }
-            memory.map_or(Ok(()), |memory| write(memory, number, pages))
+            memory.map_or(Ok(()), |memory| {
+                let first = PageNumber::new(number as u64 * WINDOW_PAGES.get());
+                copy::write(memory, first, pages).map_err(text)
+            })
         }
     })?;
     let length = |(packet, encoded): (&&[u8], &Option<Vec<u8>>)| encoded.as_ref().map_or(packet.len(), Vec::len);
     let out: usize = packets.iter().zip(&encoded).map(length).sum();
     let all: usize = packets.iter().map(|packet| packet.len()).sum();
     Ok(CodecRun { encode_ms, decode_ms, ratio: all as f64 / out as f64 })
-}
-
-/// Puts a packet into its place.
-fn write(memory: &Region, number: usize, pages: &[u8]) -> Result<(), String> {
-    let first = PageNumber::new(number as u64 * WINDOW_PAGES.get());
-    let range = first.run(PageCount::new((pages.len() / PAGE_BYTES) as u64));
-    range.windows().try_for_each(|window| memory.write_pages(window, pages).map_err(text))
-}
-
-/// Has threads do all of so many pieces of work, and gives the time and the results in their order.
-fn on_all<T: Send, W: FnMut(usize) -> Result<T, String> + Send>(
-    count: usize,
-    threads: usize,
-    worker: impl Fn() -> W,
-) -> Result<(f64, Vec<T>), String> {
-    let next = AtomicUsize::new(0);
-    let begin = Instant::now();
-    let mut done: Vec<(usize, T)> = thread::scope(|scope| {
-        let next = &next;
-        let all: Vec<_> = (0..threads)
-            .map(|_| {
-                let mut work = worker();
-                scope.spawn(move || {
-                    // A counter: nothing else is published by it.
-                    let numbers =
-                        std::iter::from_fn(|| Some(next.fetch_add(1, Relaxed)).filter(|number| *number < count));
-                    numbers.map(|number| Ok((number, work(number)?))).collect::<Result<Vec<_>, String>>()
-                })
-            })
-            .collect();
-        let mut done = Vec::new();
-        for thread in all {
-            done.extend(thread.join().map_err(|_| "a thread of a codec panicked")??);
-        }
-        Ok::<_, String>(done)
-    })?;
-    let ms = millis(begin.elapsed());
-    done.sort_by_key(|(number, _)| *number);
-    Ok((ms, done.into_iter().map(|(_, result)| result).collect()))
 }
 
 #[cfg(test)]
@@ -129,13 +88,5 @@ mod tests {
             assert!(found == packets.concat(), "{method:?}");
             memory.fill().unwrap();
         }
-    }
-
-    #[test]
-    fn results_come_in_the_order_of_the_work() {
-        let (_, squares) = on_all(100, 4, || |number| Ok(number * number)).unwrap();
-        assert_eq!(squares, (0..100).map(|number| number * number).collect::<Vec<_>>());
-        let failed = on_all(9, 2, || |number| if number == 7 { Err("seven".to_owned()) } else { Ok(()) });
-        assert_eq!(failed.unwrap_err(), "seven");
     }
 }

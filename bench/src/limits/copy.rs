@@ -3,18 +3,32 @@
 use std::{
     fs::{File, OpenOptions},
     path::Path,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
-    thread,
-    time::Instant,
 };
 
 use transship_lab::Scratch;
-use transship_memory::{Access, ByteRange, PageCount, PageNumber, PageRange, Region, WINDOW_PAGES};
+use transship_memory::{Access, ByteRange, Error, PAGE_BYTES, PageCount, PageNumber, PageRange, Region, WINDOW_PAGES};
 
-use crate::{pair::text, units::millis};
+use super::threads::on_all;
+use crate::pair::text;
 
 /// Threads take so many pages at once.
-pub(super) const PIECE_PAGES: PageCount = PageCount::new(16 * WINDOW_PAGES.get());
+const PIECE_PAGES: PageCount = PageCount::new(16 * WINDOW_PAGES.get());
+
+/// The memory in pieces for threads.
+pub(super) fn pieces(region: &Region) -> Vec<PageRange> {
+    PageRange::all(region.pages()).parts(PIECE_PAGES).collect()
+}
+
+/// Puts bytes into their place, from a window's first page on.
+pub(crate) fn write(region: &Region, first: PageNumber, bytes: &[u8]) -> Result<(), Error> {
+    let mut rest = bytes;
+    for window in first.run(PageCount::new((bytes.len() / PAGE_BYTES) as u64)).windows() {
+        let (now, later) = rest.split_at(window.bytes() as usize);
+        region.write_pages(window, now)?;
+        rest = later;
+    }
+    Ok(())
+}
 
 /// Guest memory that is fresh: a file that has nothing yet, in a folder of its own.
 pub(crate) struct Memory {
@@ -76,30 +90,18 @@ impl Copy {
 
     /// Milliseconds of one copy by so many threads. The first is into fresh memory, all others are into warm memory.
     pub(crate) fn once(&self, threads: usize) -> Result<f64, String> {
-        let next = AtomicU64::new(0);
-        let begin = Instant::now();
-        thread::scope(|scope| {
-            let all: Vec<_> = (0..threads).map(|_| scope.spawn(|| self.pieces(&next))).collect();
-            all.into_iter().try_for_each(|thread| thread.join().map_err(|_| "a copying thread panicked")?)
+        let (source, destination) = (&self.source.region, &self.destination.region);
+        let pieces = pieces(source);
+        let (ms, _) = on_all(pieces.len(), threads, || {
+            let (mut window, pieces) = (vec![0; WINDOW_PAGES.buffer_bytes()], &pieces);
+            move |number: usize| {
+                pieces[number].parts(WINDOW_PAGES).try_for_each(|PageRange { first, .. }| {
+                    source.copy_to(first.run(WINDOW_PAGES), &mut window).map_err(text)?;
+                    destination.write_pages(first.masked(u128::MAX), &window).map_err(text)
+                })
+            }
         })?;
-        Ok(millis(begin.elapsed()))
-    }
-
-    fn pieces(&self, next: &AtomicU64) -> Result<(), String> {
-        let mut window = vec![0; WINDOW_PAGES.buffer_bytes()];
-        loop {
-            // A counter: nothing else is published by it.
-            let piece = PageNumber::new(next.fetch_add(PIECE_PAGES.get(), Relaxed));
-            let (source, destination) = (&self.source.region, &self.destination.region);
-            let end = PageRange::all(source.pages()).end();
-            if piece >= end {
-                return Ok(());
-            }
-            for PageRange { first, .. } in piece.to(end.min(piece + PIECE_PAGES)).parts(WINDOW_PAGES) {
-                source.copy_to(first.run(WINDOW_PAGES), &mut window).map_err(text)?;
-                destination.write_pages(first.masked(u128::MAX), &window).map_err(text)?;
-            }
-        }
+        Ok(ms)
     }
 }
 

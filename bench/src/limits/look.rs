@@ -1,15 +1,13 @@
 //! Zeros in a guest's memory, looked at from outside by threads that do nothing else. A VMM has page tables for its
 //! memory. Whoever looks at it from outside makes his own first, and that takes longer than the look.
-use std::{
-    path::Path,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
-    thread,
-    time::Instant,
+use std::{path::Path, time::Instant};
+
+use transship_memory::{PageRange, WINDOW_PAGES, WindowBuffer};
+
+use super::{
+    copy::{self, Memory},
+    threads::on_all,
 };
-
-use transship_memory::{PageNumber, PageRange, Region, WINDOW_PAGES, WindowBuffer};
-
-use super::copy::{Memory, PIECE_PAGES};
 use crate::{pair::text, units::millis};
 
 /// How often it is looked at; the quickest counts, as of a scan.
@@ -32,39 +30,31 @@ impl Zeros {
     }
 
     fn once(&self, threads: usize) -> Result<f64, String> {
-        let next = AtomicU64::new(0);
         let begin = Instant::now();
         let region = self.0.again()?;
-        thread::scope(|scope| {
-            let all: Vec<_> = (0..threads).map(|_| scope.spawn(|| pieces(&region, &next))).collect();
-            all.into_iter().try_for_each(|thread| thread.join().map_err(|_| "a looking thread panicked")?)
+        let pieces = copy::pieces(&region);
+        on_all(pieces.len(), threads, || {
+            let (mut buffer, region, pieces) = (WindowBuffer::default(), &region, &pieces);
+            move |number: usize| {
+                pieces[number].parts(WINDOW_PAGES).try_for_each(|PageRange { first, .. }| {
+                    let window = region.read_window(first.masked(u128::MAX), true, &mut buffer).map_err(text)?;
+                    match window.zero_mask() {
+                        u128::MAX => Ok(()),
+                        _ => Err(format!("pages from {first:?} on are not zero")),
+                    }
+                })
+            }
         })?;
         drop(region);
         Ok(millis(begin.elapsed()))
     }
 }
 
-fn pieces(region: &Region, next: &AtomicU64) -> Result<(), String> {
-    let mut buffer = WindowBuffer::default();
-    loop {
-        // A counter: nothing else is published by it.
-        let piece = PageNumber::new(next.fetch_add(PIECE_PAGES.get(), Relaxed));
-        let end = PageRange::all(region.pages()).end();
-        if piece >= end {
-            return Ok(());
-        }
-        for PageRange { first, .. } in piece.to(end.min(piece + PIECE_PAGES)).parts(WINDOW_PAGES) {
-            let window = region.read_window(first.masked(u128::MAX), true, &mut buffer).map_err(text)?;
-            if window.zero_mask() != u128::MAX {
-                return Err(format!("pages from {first:?} on are not zero"));
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use transship_memory::PageNumber;
+
     use super::*;
 
     #[test]

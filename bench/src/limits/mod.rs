@@ -3,6 +3,7 @@ pub(crate) mod codec;
 pub(crate) mod copy;
 mod look;
 mod loopback;
+mod threads;
 
 use std::path::{Path, PathBuf};
 
@@ -216,7 +217,7 @@ impl Limits {
         }
         let (mut all, mut scattered) = (Vec::new(), Vec::new());
         for run in 1..=self.runs {
-            scattered.push(disk::write_scattered(folder.path(), self.mem)?);
+            scattered.push(disk::written_scattered(folder.path(), self.mem)?);
             let disk = disk::measure(folder.path(), base, self.mem)?;
             say(&format!("the disk, run {run} of {}: written in {} ms", self.runs, units::short(disk.write_ms)));
             all.push(disk);
@@ -227,7 +228,7 @@ impl Limits {
             rows.push(self.row(title, "direct I/O", ms).fact("CPU s/GB", units::short(cpu), ""));
         };
         written("the disk written", each(|run| run.write_ms), each(|run| run.write_cpu_seconds));
-        let (ms, cpu_seconds) = scattered.into_iter().unzip();
+        let (ms, cpu_seconds) = scattered.into_iter().map(|run| (run.ms, run.cpu_seconds)).unzip();
         written("the disk written, pages of 4 KiB", ms, cpu_seconds);
         rows.push(self.row("the disk read", "direct I/O", each(|run| run.read_ms)));
         rows.push(self.row("the disk read into memory", FRESH, each(|run| run.fill_ms)));

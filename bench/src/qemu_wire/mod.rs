@@ -222,9 +222,9 @@ impl Setting<'_> {
                 series.runs.list.push(once);
             }
             if kind == Kind::Corpus && results.direct_io {
-                let disk = disk::measure(self.folder.path(), self.base, memory.bytes())?;
-                say(&format!("the disk, run {run} of {}: {} ms", self.table.moves.runs, units::short(disk.write_ms)));
-                results.disk.push(disk.write_ms);
+                let disk = disk::written(self.folder.path(), memory.bytes())?;
+                say(&format!("the disk, run {run} of {}: {} ms", self.table.moves.runs, units::short(disk.ms)));
+                results.disk.push(disk.ms);
             }
         }
         Ok(())
