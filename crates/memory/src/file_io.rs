@@ -90,7 +90,7 @@ pub struct FileQueue {
     file: OwnedFd,
     /// For plain requests.
     spare: Spare,
-    /// Plain writing through the page cache; none: past it.
+    /// Plain reading and writing through the page cache; none: past it.
     cached: Option<Cached>,
     /// Not given to the kernel yet, as the next call may continue it. Pages, never a buffer.
     pending: Option<Request>,
@@ -122,7 +122,7 @@ impl FileQueue {
         Ok(Self { ring, memory, file, spare, cached, pending: None, moved, failed: None })
     }
 
-    /// Others write to the same file, and have the same `turns`.
+    /// Others write to the same file, or read it, and have the same `turns`.
     #[must_use]
     pub fn taking(mut self, turns: &Turns) -> Self {
         if let Some(cached) = &mut self.cached {
@@ -270,10 +270,8 @@ impl FileQueue {
             None => {
                 request.get_ready(&self.memory, file, &mut self.spare)?;
                 let transferred = match &mut self.cached {
-                    Some(cached) if request.direction() == Direction::Write => {
-                        cached.write(&self.memory, file, &mut request)
-                    }
-                    _ => plain::transfer(&self.memory, file, &mut request),
+                    Some(cached) => cached.transfer(&self.memory, file, &mut request),
+                    None => plain::transfer(&self.memory, file, &mut request, None),
                 };
                 self.spare.give(request.into_spare());
                 transferred
@@ -304,7 +302,7 @@ impl Drop for FileQueue {
     }
 }
 
-/// What plain writing through the page cache takes.
+/// What plain reading and writing through the page cache takes.
 #[derive(Default)]
 struct Cached {
     turns: Turns,
@@ -312,17 +310,17 @@ struct Cached {
 }
 
 impl Cached {
-    fn write(
+    fn transfer(
         &mut self,
         memory: &GuestMemory,
         file: BorrowedFd<'_>,
         request: &mut Request,
     ) -> Result<(), RequestFailure> {
         let offset = request.offset();
-        let turn = self.turns.wait();
-        plain::transfer(memory, file, request)?;
-        drop(turn);
-        self.writeback.wrote(file, ByteRange { start: offset, end: request.offset() });
+        plain::transfer(memory, file, request, request.takes_turns(memory).then_some(&self.turns))?;
+        if request.direction() == Direction::Write {
+            self.writeback.wrote(file, ByteRange { start: offset, end: request.offset() });
+        }
         Ok(())
     }
 }

@@ -54,6 +54,8 @@ pub(crate) struct RestoreArgs {
     #[arg(long)]
     pub(crate) stopped: bool,
     /// Threads that read, 1 to 255 [default: by cores, at most 16]
+    ///
+    /// Where io_uring reads, there are no more of them than cores: each has several requests under way.
     #[arg(long, value_name = "N")]
     pub(crate) channels: Option<String>,
     /// Read past the page cache: on, off or auto

@@ -1,4 +1,4 @@
-//! Writing through the page cache without waiting for each other, or for the disk at the very end.
+//! Through the page cache without waiting for each other, or for the disk at the very end of writing.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd},
@@ -47,8 +47,11 @@ fn begin_writeback(file: BorrowedFd<'_>, span: ByteRange) {
     unsafe { libc::sync_file_range(file.as_raw_fd(), offset, bytes, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
-/// Has the threads that write to one file do so one after the other, where its file system would have them do so
-/// anyway: it lets one at a time into the page cache of a file, and those that wait for it there spin.
+/// Has the threads that use one file through the page cache do so one after the other.
+///
+/// Those that write would do so anyway: the file system lets one at a time into the page cache of a file, and those
+/// that wait for it there spin. Those that read hand the pages on in between, to memory that takes one at a time as
+/// well, and the kernel reads ahead as far as it does only where a file is read in its order.
 #[derive(Debug, Clone, Default)]
 pub struct Turns(Arc<Mutex<()>>);
 

@@ -4,17 +4,23 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-use super::request::{Direction, Next, Request, RequestFailure};
+use super::{
+    Turns,
+    request::{Direction, Next, Request, RequestFailure},
+};
 use crate::GuestMemory;
 
-/// Does what is left of the request.
+/// Does what is left of the request, in its turn if there are any.
 pub(super) fn transfer(
     memory: &GuestMemory,
     file: BorrowedFd<'_>,
     request: &mut Request,
+    turns: Option<&Turns>,
 ) -> Result<(), RequestFailure> {
     loop {
+        let turn = turns.map(Turns::wait);
         let answer = once(memory, file, request);
+        drop(turn);
         match request.answered(answer, memory, file) {
             Next::Done => return Ok(()),
             Next::Again => {}

@@ -117,6 +117,18 @@ impl Request {
         self.direction
     }
 
+    /// Whether it is better done by one thread after the other, if it goes through the page cache. What is read has to
+    /// go into its place in turn as well, so that nothing is lost by that, unless the memory is of huge pages or
+    /// another process's own.
+    pub(super) fn takes_turns(&self, memory: &GuestMemory) -> bool {
+        match (self.direction, &self.body) {
+            (Direction::Read, Body::Pages { region, .. }) => {
+                memory.get(*region).is_some_and(|region| !region.is_private() && !region.is_huge_file())
+            }
+            _ => true,
+        }
+    }
+
     /// Where in the file the rest belongs. A place that a file can have, once [`Request::check_place`] has let it pass.
     pub(super) fn offset(&self) -> u64 {
         self.offset.saturating_add(self.done as u64)

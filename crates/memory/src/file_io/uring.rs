@@ -58,11 +58,13 @@ impl Ring {
             self.wait(file)?;
         }
         request.get_ready(&self.memory, file, &mut self.spare)?;
+        let is_write = request.direction() == Direction::Write;
         let place = self.free.pop().expect("seen above");
         self.places[place] = Some(request);
         self.push(file, place);
         self.enter(0).map_err(RequestFailure::of_ring)?;
-        self.take_completed(file)
+        // Buffers that were written are used again while they are in the processor's cache.
+        if is_write { self.take_completed(file).map(|_| ()) } else { Ok(()) }
     }
 
     /// Waits until nothing in flight is for bytes of the file that this request is for.
@@ -101,20 +103,31 @@ impl Ring {
         result
     }
 
-    /// Waits until at least one request has ended, and goes through all that have.
+    /// Waits until at least one request has ended, and sees to what has.
     fn wait(&mut self, file: BorrowedFd<'_>) -> Result<(), RequestFailure> {
-        self.enter(1).map_err(RequestFailure::of_ring)?;
-        self.take_completed(file)
+        while !self.take_completed(file)? {
+            self.enter(1).map_err(RequestFailure::of_ring)?;
+        }
+        Ok(())
     }
 
-    fn take_completed(&mut self, file: BorrowedFd<'_>) -> Result<(), RequestFailure> {
-        let mut result = Ok(());
+    /// Sees to requests that have ended, if there are any: all that were written, but one only that was read. To put
+    /// its pages into place takes as long as the disk needs for more, so its place is to be taken before the next one
+    /// has its turn. Else the disk would have nothing to do for as long as all those take that it answers together.
+    fn take_completed(&mut self, file: BorrowedFd<'_>) -> Result<bool, RequestFailure> {
+        let (mut result, mut any) = (Ok(()), false);
         loop {
             let next = self.ring.completion().next();
-            let Some(completed) = next else { return result };
+            let Some(completed) = next else { break };
             let place = completed.user_data() as usize;
+            let was_read = self.places[place].as_ref().is_some_and(|request| request.direction() == Direction::Read);
             result = result.and(self.completed(file, place, answer(completed.result())));
+            any = true;
+            if was_read {
+                break;
+            }
         }
+        result.map(|()| any)
     }
 
     /// The kernel has let go of the request in this place.
@@ -127,7 +140,7 @@ impl Ring {
         let mut request = self.places[place].take().expect("a request that is in flight");
         let next = match answer {
             // The thread that asked has ended, or the kernel had no room to wait for it: it is done here and now.
-            Err(Errno::CANCELED | Errno::AGAIN) => match plain::transfer(&self.memory, file, &mut request) {
+            Err(Errno::CANCELED | Errno::AGAIN) => match plain::transfer(&self.memory, file, &mut request, None) {
                 Ok(()) => Next::Done,
                 Err(failure) => Next::Failed(failure),
             },

@@ -3,7 +3,7 @@ use std::{os::fd::OwnedFd, sync::Arc, thread};
 
 use rustix::fs::OFlags;
 use tempfile::TempDir;
-use transship_memory::{Error, FileQueue, GuestMemory, PageBuffer, PageRange};
+use transship_memory::{Error, FileIo, FileQueue, GuestMemory, PageBuffer, PageRange, Turns};
 
 use super::files::{NEW, disk, memory, open, open_direct, pair, queue, ways};
 use crate::common::{self, PAGE, contents, file, page_of};
@@ -75,6 +75,34 @@ fn one_place_is_enough() {
         queue.finish().unwrap();
         assert!(contents(&to.regions()[0])[7 * PAGE as usize..][..PAGE as usize] == page_of(9));
     }
+}
+
+/// Each waits for the others to have read, and for none of them to be done.
+#[test]
+fn threads_that_take_turns_read_all_of_a_file() {
+    const PAGES: u64 = 8192;
+    let dir = disk();
+    let path = dir.path().join("pages");
+    std::fs::write(&path, (0..PAGES).flat_map(page_of).collect::<Vec<_>>()).unwrap();
+    let file = open(&path, OFlags::RDONLY).unwrap();
+    let to = memory(&common::file(PAGES * PAGE), PAGES);
+    let turns = Turns::default();
+    let read = |first: u64| {
+        let mut queue = queue(&to, &file, FileIo::Plain).taking(&turns);
+        (first..PAGES).step_by(4 * 64).try_for_each(|page| queue.read(0, PageRange::new(page, 64), page * PAGE))?;
+        queue.finish()
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|number| scope.spawn(move || read(number * 64))).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap().unwrap());
+    });
+    assert!(contents(&to.regions()[0]) == (0..PAGES).flat_map(page_of).collect::<Vec<_>>());
+    // One that ends too early leaves the turn to the others.
+    rustix::fs::ftruncate(open(&path, OFlags::RDWR).unwrap(), 100 * PAGE).unwrap();
+    let failed = read(64).unwrap_err();
+    assert!(matches!(failed, Error::FileEnds { size, .. } if size == 100 * PAGE), "{failed}");
+    let mut queue = queue(&to, &file, FileIo::Plain).taking(&turns);
+    queue.read(0, PageRange::new(0, 100), 0).and_then(|()| queue.finish()).unwrap();
 }
 
 /// Some are good and some are not: all end, and the first that is told is told again.
