@@ -35,8 +35,9 @@ use crate::{
 const LONG_ABOUT: &str = "\
 Measures what the machine does on its own: pages copied from one guest's memory into another's, which is fresh or \
 warm; memory read by who has page tables for it, and zeros found by who has none; bytes through sockets of this host; \
-each codec alone on all cores; and the disk of --dir with direct I/O, written, read, and read into fresh guest memory. Of \
-what is written there are two: from huge pages, and from pages that lie anywhere, as those of guests. \
+each codec alone on all cores; and the disk of --dir with direct I/O, written, read, and read into fresh guest memory, and \
+read through the page cache. Of what is written there are two: from huge pages, and from pages that lie anywhere, as \
+those of guests. \
 Nothing that moves a guest here is faster than these.
 
 Other tables measure the limits of their rows by themselves.";
@@ -232,6 +233,7 @@ impl Limits {
         written("the disk written, pages of 4 KiB", ms, cpu_seconds);
         rows.push(self.row("the disk read", "direct I/O", each(|run| run.read_ms)));
         rows.push(self.row("the disk read into memory", FRESH, each(|run| run.fill_ms)));
+        rows.push(self.row("the disk read through the page cache", "page cache", each(|run| run.cached_ms)));
         Ok(())
     }
 
