@@ -24,8 +24,10 @@ use super::{
     qmp::{Qmp, Question},
 };
 
-/// All that is asked of a backend. QEMU refuses what a backend of another kind does not have.
-const PROPERTIES: [&str; 6] = ["readonly", "rom", "prealloc", "policy", "offset", "mem-path"];
+/// The kind of backend that has a file which it was told.
+const OF_A_FILE: &str = "memory-backend-file";
+/// All that is asked of such a one. What is asked of all kinds is in the answer to `query-memdev`.
+const PROPERTIES: [&str; 3] = ["readonly", "offset", "mem-path"];
 
 /// One memory backend of the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,7 +56,9 @@ enum Held {
 /// Asks for all that [`backends`] may want to know of each backend, in one go.
 pub(super) fn ask_ahead(qmp: &mut Qmp) -> Result<(), GuestError> {
     let devices = qmp.execute("query-memdev", json!({}))?;
-    let ids = devices.as_array().into_iter().flatten().filter_map(|device| device["id"].as_str());
+    let types = object_types(qmp)?;
+    let is_of_a_file = |id: &&str| kind_of(&types, id) == OF_A_FILE;
+    let ids = devices.as_array().into_iter().flatten().filter_map(|device| device["id"].as_str()).filter(is_of_a_file);
     Ok(qmp.ask_ahead(&ids.flat_map(|id| PROPERTIES.map(|name| asked(id, name))).collect::<Vec<_>>())?)
 }
 
@@ -82,20 +86,20 @@ pub(super) fn backends_again(qmp: &mut Qmp, before: &[Backend]) -> Result<Vec<Ba
             continue;
         }
         let types = object_types(qmp)?;
-        let kind = types.iter().find(|(name, _)| name == id).map_or("a backend of unknown type", |(_, kind)| kind);
+        let kind = kind_of(&types, id);
         // With rom=off only the file is so: what the guest writes is its own, as with any private mapping.
         let is_rom = |qmp: &mut Qmp| property(qmp, id, "rom") != Some(json!("off"));
-        if property(qmp, id, "readonly") == Some(json!(true)) && is_rom(qmp) {
+        if kind == OF_A_FILE && property(qmp, id, "readonly") == Some(json!(true)) && is_rom(qmp) {
             return Err(GuestError::Unfit(format!(
                 "guest memory {id:?} is opened read-only, which can't be tracked; remove readonly=on, or add rom=off"
             )));
         }
         check_kind(id, kind, bytes)?;
         let held = match (kind, device["share"].as_bool() == Some(true)) {
-            ("memory-backend-file", true) => Some(named_file(qmp, id, bytes, blocks::find(&known, id))?),
+            (OF_A_FILE, true) => Some(named_file(qmp, id, bytes, keep(device), blocks::find(&known, id))?),
             _ => {
                 places::add(qmp, &mut known)?;
-                blocks::find(&known, id).map(|block| in_process(qmp, id, bytes, block)).transpose()?
+                blocks::find(&known, id).map(|block| in_process(qmp, id, bytes, keep(device), block)).transpose()?
             }
         };
         // Memory of QEMU's that nothing uses is not the guest's.
@@ -128,9 +132,13 @@ fn object_types(qmp: &mut Qmp) -> Result<Vec<(String, String)>, GuestError> {
     Ok(objects.as_array().into_iter().flatten().filter_map(named).collect())
 }
 
+fn kind_of<'a>(types: &'a [(String, String)], id: &str) -> &'a str {
+    types.iter().find(|(name, _)| name == id).map_or("a backend of unknown type", |(_, kind)| kind)
+}
+
 /// Memory that no process may look at, or that nobody has told us how to.
 fn check_kind(id: &str, kind: &str, bytes: u64) -> Result<(), GuestError> {
-    if ["memory-backend-file", "memory-backend-memfd", "memory-backend-ram"].contains(&kind) {
+    if [OF_A_FILE, "memory-backend-memfd", "memory-backend-ram"].contains(&kind) {
         return Ok(());
     }
     Err(GuestError::Unfit(format!(
@@ -156,19 +164,19 @@ fn qemu_size(bytes: u64) -> String {
     }
 }
 
-fn keep(qmp: &mut Qmp, id: &str) -> Keep {
-    match (property(qmp, id, "prealloc"), property(qmp, id, "policy")) {
-        (Some(Value::Bool(true)), Some(Value::String(policy))) if policy == "bind" => Keep::AllOnTheirNodes,
-        (Some(Value::Bool(true)), _) => Keep::All,
+/// By the answer to `query-memdev`.
+fn keep(device: &Value) -> Keep {
+    match (device["prealloc"].as_bool(), device["policy"].as_str()) {
+        (Some(true), Some("bind")) => Keep::AllOnTheirNodes,
+        (Some(true), _) => Keep::All,
         _ => Keep::Nothing,
     }
 }
 
 /// A shared file that was opened by its name. Where that leads nowhere any more, the mapping that its block is at shows
 /// it.
-fn named_file(qmp: &mut Qmp, id: &str, bytes: u64, block: Option<&RamBlock>) -> Result<Held, GuestError> {
+fn named_file(qmp: &mut Qmp, id: &str, bytes: u64, keep: Keep, block: Option<&RamBlock>) -> Result<Held, GuestError> {
     let offset = property(qmp, id, "offset").and_then(|offset| offset.as_u64()).unwrap_or(0);
-    let keep = keep(qmp, id);
     let Some(Value::String(mem_path)) = property(qmp, id, "mem-path") else {
         return Err(GuestError::Unfit(format!(
             "QEMU does not say which file backs guest memory {id:?}: {}",
@@ -181,7 +189,7 @@ fn named_file(qmp: &mut Qmp, id: &str, bytes: u64, block: Option<&RamBlock>) -> 
 }
 
 /// Memory that QEMU has under no name: the mapping that its block is at says what it is.
-fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<Held, GuestError> {
+fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, keep: Keep, block: &RamBlock) -> Result<Held, GuestError> {
     let Some(address) = block.address else {
         let (major, minor) = qmp.version();
         return Err(GuestError::Unfit(format!(
@@ -200,10 +208,10 @@ fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<H
     };
     let offset = mapping.file_offset + (address - mapping.start);
     Ok(match mapping.is_shared {
-        true => Held::Shared { file: mapping.file, offset, path: None, keep: keep(qmp, id) },
+        true => Held::Shared { file: mapping.file, offset, path: None, keep },
         false => {
             let below = mapping.has_file().then_some((mapping.file, offset));
-            Held::Private { address, page_bytes: block.page_bytes, below, keep: keep(qmp, id) }
+            Held::Private { address, page_bytes: block.page_bytes, below, keep }
         }
     })
 }
