@@ -10,10 +10,11 @@ use super::{
     qmp::{Command, Qmp, QmpError, Question},
 };
 
-/// The name of the descriptor that QEMU writes to or reads from. Always the same, so that a leftover is replaced.
-pub(super) const STATE_FD: &str = "transship-state";
+/// The name of the descriptor that QEMU writes to or reads from. Always the same, so that a leftover is replaced. Only
+/// we know it: each connection has names of its own.
+pub(super) const STATE_FD: &str = "state";
 /// The same as a migration URI.
-pub(super) const STATE_URI: &str = "fd:transship-state";
+pub(super) const STATE_URI: &str = "fd:state";
 /// The capability that leaves shared memory out of the stream.
 const IGNORE_SHARED: &str = "x-ignore-shared";
 const MULTIFD: &str = "multifd";

@@ -61,7 +61,7 @@ pub(super) fn source() -> Vec<Question> {
     questions
 }
 
-/// Of a guest that is about to be stopped: whether everything is as it was when it was attached. QEMU takes some 8 µs
+/// Of a guest that is about to be stopped: whether everything is as it was when it was attached. QEMU takes 4 to 8 µs
 /// for each byte of this.
 pub(super) fn stopping() -> Vec<Question> {
     let mut questions = Vec::from(backends_of_devices());

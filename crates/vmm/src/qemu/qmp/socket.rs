@@ -1,7 +1,9 @@
 //! A client of QEMU's own QMP socket.
 //!
-//! Answers carry the id of their command, so the late answer to a command that timed out is never taken for the
-//! next one's. Lines, and the events that nobody has asked for yet, are bounded.
+//! The last of the commands that are given together has an id, which its answer carries. Those before it have none, as
+//! QEMU reads a byte at a time: it answers in order, and an id out of order ends the connection. So the late answer to
+//! a command that timed out is never taken for the next one's. Lines, and the events that nobody has asked for yet, are
+//! bounded.
 mod ahead;
 mod typed;
 
@@ -44,6 +46,8 @@ pub(super) struct Socket {
     pending: Vec<u8>,
     events: VecDeque<Event>,
     asked: Vec<ahead::Asked>,
+    /// Numbers of the commands that were given without an id and are not answered yet.
+    unnamed: VecDeque<u64>,
     /// What QEMU has read of the next command.
     typed: Option<typed::Typed>,
     /// The last command whose answer nobody wanted, if it has not come.
@@ -67,6 +71,7 @@ impl Socket {
             pending: Vec::new(),
             events: VecDeque::new(),
             asked: Vec::new(),
+            unnamed: VecDeque::new(),
             typed: None,
             given_away: None,
             next_id: 1,
@@ -117,23 +122,27 @@ impl Socket {
             whole.next();
         }
         let first = typed.unwrap_or(self.next_id);
-        for (command, arguments) in whole {
-            lines.push_str(&self.line(command, arguments));
+        while let Some((command, arguments)) = whole.next() {
+            lines.push_str(&self.line(command, arguments, whole.len() == 0));
         }
         self.write(lines.as_bytes(), fd, named)?;
         Ok(first..self.next_id)
     }
 
-    /// A command with a number of its own.
-    fn line(&mut self, command: &str, arguments: &Value) -> String {
+    /// A command with a number of its own, which QEMU is told if it is `named`.
+    fn line(&mut self, command: &str, arguments: &Value, named: bool) -> String {
         let id = self.next_id;
         self.next_id += 1;
         tracing::debug!(pid = self.pid, command, "qmp");
-        // QEMU reads a byte at a time, and its main loop goes round for each: some 5 µs. So nothing that need not be.
-        let line = match arguments.as_object().is_some_and(Map::is_empty) {
-            true => json!({ "execute": command, "id": id }),
-            false => json!({ "execute": command, "arguments": arguments, "id": id }),
-        };
+        // QEMU reads a byte at a time, and its main loop goes round for each: some 4 µs. So nothing that need not be.
+        let mut line = json!({ "execute": command });
+        if !arguments.as_object().is_some_and(Map::is_empty) {
+            line["arguments"] = arguments.clone();
+        }
+        match named {
+            true => line["id"] = json!(id),
+            false => self.unnamed.push_back(id),
+        }
         format!("{line}\n")
     }
 
@@ -164,13 +173,12 @@ impl Socket {
                     searched = 0;
                     continue;
                 }
-                return match serde_json::from_slice(&line) {
-                    Ok(value @ Value::Object(_)) => {
-                        self.given_away = self.given_away.filter(|id| value["id"] != *id);
-                        Ok(Some(value))
-                    }
-                    _ => Err(self.protocol("a line that is not a JSON object")),
+                let Ok(mut value @ Value::Object(_)) = serde_json::from_slice(&line) else {
+                    return Err(self.protocol("a line that is not a JSON object"));
                 };
+                self.name(&mut value)?;
+                self.given_away = self.given_away.filter(|id| value["id"] != *id);
+                return Ok(Some(value));
             }
             searched = self.pending.len();
             if searched > LINE_BYTES_MAX {
@@ -179,6 +187,20 @@ impl Socket {
             if !self.read_some(deadline)? {
                 return Ok(None);
             }
+        }
+    }
+
+    /// Gives an answer that has no id the number of its command.
+    fn name(&mut self, message: &mut Value) -> Result<(), QmpError> {
+        let is_answer = message.get("return").or(message.get("error")).is_some();
+        match (message["id"].as_u64(), self.unnamed.front()) {
+            (Some(id), Some(first)) if *first < id => Err(self.protocol("an answer before an earlier one")),
+            (None, Some(first)) if is_answer => {
+                message["id"] = json!(first);
+                self.unnamed.pop_front();
+                Ok(())
+            }
+            _ => Ok(()),
         }
     }
 

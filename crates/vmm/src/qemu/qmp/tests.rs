@@ -12,7 +12,8 @@ use std::{
 
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
 
-/// A peer that answers the n-th command with the n-th list of lines; `ID` in them becomes the command's id.
+/// A peer that answers the n-th command with the n-th list of lines; `ID` in them becomes the command's id. The answer
+/// to a command without one has none either.
 pub(in crate::qemu) fn peer(answers: &[&str]) -> (tempfile::TempDir, PathBuf) {
     let (dir, path, _) = overheard(GREETING, answers);
     (dir, path)
@@ -33,7 +34,10 @@ fn overheard(greeting: &'static str, answers: &[&str]) -> (tempfile::TempDir, Pa
         let commands = BufReader::new(stream).lines();
         for (command, answer) in commands.zip(answers) {
             let command: Value = serde_json::from_str(&command.unwrap()).unwrap();
-            let answer = answer.replace("ID", &command["id"].to_string());
+            let answer = match command.get("id") {
+                Some(id) => answer.replace("ID", &id.to_string()),
+                None => answer.replace(r#", "id": ID"#, ""),
+            };
             let _ = told.send(command);
             writeln!(writer, "{answer}").unwrap();
         }
@@ -198,7 +202,7 @@ fn an_answer_to_an_earlier_command_is_not_taken_for_this_ones() {
     assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"right": 1}));
 }
 
-/// In whichever order, and with events among them.
+/// Together or not, with events among them. Only the last one is told by its id.
 #[test]
 fn answers_to_what_was_asked_ahead_come_whenever_they_come() {
     let (_dir, path) = peer(&[
@@ -206,9 +210,9 @@ fn answers_to_what_was_asked_ahead_come_whenever_they_come() {
         concat!(
             r#"{"event": "MIGRATION", "data": {"status": "active"}}"#,
             "\n",
-            r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#,
+            r#"{"return": {"first": 1}}"#,
             "\n",
-            r#"{"return": {"first": 1}, "id": 2}"#
+            r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#
         ),
     ]);
     let mut qmp = Qmp::connect(&path).unwrap();
@@ -223,6 +227,17 @@ fn answers_to_what_was_asked_ahead_come_whenever_they_come() {
     assert_eq!(event.data, json!({"status": "active"}));
     qmp.forget_answers();
     assert!(matches!(qmp.execute("first", json!({})), Err(QmpError::Closed { .. })), "what is forgotten is asked anew");
+}
+
+/// What has no id belongs to the first that has not been answered. One that has an id says whether that is so.
+#[test]
+fn an_answer_that_comes_before_an_earlier_one_is_refused() {
+    let (_dir, path, heard) = overheard(GREETING, &["", r#"{"return": 2, "id": ID}"#]);
+    let mut qmp = Qmp::connect(&path).unwrap();
+    let error = qmp.ask_ahead(&[("first", json!({})), ("second", json!({}))]).unwrap_err().to_string();
+    assert!(error.ends_with("sent an answer before an earlier one, which is not QMP"), "{error}");
+    let [_, first, second] = [0; 3].map(|_| heard.recv().unwrap());
+    assert_eq!((first, second), (json!({ "execute": "first" }), json!({ "execute": "second", "id": 3 })));
 }
 
 /// It answers only when what it has written is read. Its answer is then not the next command's.

@@ -27,7 +27,7 @@ impl Socket {
     pub(super) fn type_ahead(&mut self, (command, arguments): &Command) -> Result<(), QmpError> {
         self.end_typed(None)?;
         let id = self.next_id;
-        let line = self.line(command, arguments);
+        let line = self.line(command, arguments, true);
         let begin = line.strip_suffix(END).unwrap_or(&line);
         self.write(begin.as_bytes(), None, command)?;
         self.typed = Some(Typed { id, command, arguments: arguments.clone() });
