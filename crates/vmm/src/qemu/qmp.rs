@@ -128,8 +128,8 @@ pub(super) trait Carrier: Send {
         output: BorrowedFd<'_>,
         limit: Duration,
     ) -> Result<(), QmpError>;
-    /// Asks all of these, in this order, in one go if that saves time. A command among them that is given later is
-    /// answered from here until [`Carrier::forget_answers`]. None of them may change anything.
+    /// Asks all of these, in this order, in one go if that saves time, and need not wait. A command among them that is
+    /// given later is answered from here until [`Carrier::forget_answers`]. None of them may change anything.
     ///
     /// # Errors
     /// QEMU is gone or does not answer; that it refuses one is an answer.

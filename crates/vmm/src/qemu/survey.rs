@@ -45,11 +45,12 @@ impl SourceSeen {
         let own_balloon = options.balloon.as_ref().map(|balloon| OwnBalloon::find(qmp, &balloon.socket)).transpose()?;
         checks::source_state(qmp, own_balloon.as_ref()).or_else(&mut *refuse)?;
         migration::check_ignore_shared(qmp).or_else(&mut *refuse)?;
+        // QEMU goes on with its answers while we look at its process.
+        memory::ask_ahead(qmp)?;
         checks::may_ptrace(qmp.pid()).or_else(&mut *refuse)?;
         faults::may_track(qmp.pid()).or_else(&mut *refuse)?;
-        let has_direct_disks = writers::has_direct_disks(qmp)?;
-        memory::ask_ahead(qmp)?;
         let backends = memory::backends(qmp)?;
+        let has_direct_disks = writers::has_direct_disks(qmp)?;
         let back_ends = BackEnds::find(qmp, &backends)?;
         back_ends.may_track().or_else(&mut *refuse)?;
         if !options.allow_untracked_writers {

@@ -291,7 +291,7 @@ impl Carrier for Socket {
         fd: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> Result<Value, QmpError> {
-        if let Some(answer) = self.answered(command, &arguments) {
+        if let Some(answer) = self.answered(command, &arguments, limit) {
             return answer;
         }
         let id = self.give(&[(command, &arguments)], fd)?.start;
@@ -369,12 +369,15 @@ impl Carrier for Socket {
     }
 
     fn take_events(&mut self, name: &str) -> Result<Vec<Event>, QmpError> {
+        self.await_asked()?;
         let (taken, left): (Vec<_>, Vec<_>) = self.events.drain(..).partition(|event| event.name == name);
         self.events = left.into();
         Ok(taken)
     }
 
     fn forget_events(&mut self) {
+        // Whoever waits for one is told if QEMU is gone.
+        let _ = self.await_asked();
         self.events.clear();
     }
 }

@@ -1,5 +1,6 @@
 //! Questions that are asked together. Each way to QEMU and back takes a switch from process to process, twice; and most
-//! of the time that an attachment takes goes by in these.
+//! of the time that an attachment takes goes by in these. QEMU reads the rest of them while we look at the first
+//! answer.
 use std::{
     ops::Range,
     os::fd::BorrowedFd,
@@ -64,20 +65,38 @@ impl Socket {
         self.asked.extend(asked);
     }
 
-    /// Asks all of these that were not asked yet, in this order, and waits. Whoever gives one of these commands gets
-    /// the answer from here, until [`Socket::forget_answers`]. None of them may change anything.
+    /// Asks all of these that were not asked yet, in this order, and does not wait. Whoever gives one of these commands
+    /// gets the answer from here, until [`Socket::forget_answers`]. None of them may change anything.
     ///
     /// # Errors
-    /// QEMU is gone or does not answer; that it refuses one is an answer.
+    /// QEMU is gone, or does not read.
     pub(super) fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
         let new = self.unasked(questions);
         if !new.is_empty() {
             let ids = self.give(&new, None)?;
             self.await_later(ids, &new);
         }
-        let deadline = Instant::now() + COMMAND_WAIT;
-        while let Some(command) = self.asked.iter().find(|asked| asked.result.is_none()).map(|asked| asked.command) {
-            let Some(message) = self.message(deadline)? else { return Err(self.timeout(command, COMMAND_WAIT)) };
+        Ok(())
+    }
+
+    /// Waits until all that was asked ahead is answered: what QEMU said before it was asked has come, too.
+    ///
+    /// # Errors
+    /// QEMU is gone or does not answer; that it refuses one is an answer.
+    pub(super) fn await_asked(&mut self) -> Result<(), QmpError> {
+        while let Some(at) = self.asked.iter().position(|asked| asked.result.is_none()) {
+            self.await_one(at, COMMAND_WAIT)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the answer to this one of those that were asked.
+    fn await_one(&mut self, at: usize, limit: Duration) -> Result<(), QmpError> {
+        let deadline = Instant::now() + limit;
+        while self.asked[at].result.is_none() {
+            let Some(message) = self.message(deadline)? else {
+                return Err(self.timeout(self.asked[at].command, limit));
+            };
             self.sort(message)?;
         }
         Ok(())
@@ -96,8 +115,8 @@ impl Socket {
         Ok(())
     }
 
-    /// Gives all of these, in this order, asks the questions behind them, and waits for all answers: a result for each
-    /// command, or the refusal.
+    /// Gives all of these, in this order, asks the questions behind them, and waits for what comes of the commands: a
+    /// result for each, or the refusal.
     ///
     /// # Errors
     /// QEMU is gone or does not answer.
@@ -112,15 +131,13 @@ impl Socket {
         let ids = self.give(&all, None)?;
         let (given, asked) = all.split_at(commands.len());
         self.await_later(ids.start + given.len() as u64..ids.end, asked);
-        let results = self.await_all(ids.zip(given.iter().map(|(command, _)| *command)), limit)?;
-        self.ask_ahead(questions)?;
-        Ok(results)
+        self.await_all(ids.zip(given.iter().map(|(command, _)| *command)), limit)
     }
 
     /// Gives a command without arguments, with a descriptor if it needs one, and asks what goes with it. Its answer.
     ///
     /// # Errors
-    /// As [`Socket::ask_ahead`]; or QEMU refuses the command. Then nothing was asked that counts.
+    /// QEMU is gone, does not answer, or refuses the command. Then nothing was asked that counts.
     pub(super) fn give_and_ask(
         &mut self,
         command: &'static str,
@@ -139,10 +156,8 @@ impl Socket {
         self.await_later(id + 1..ids.end, &all[place + 1..]);
         next.map_or(Ok(()), |next| self.type_ahead(next))?;
         let answer = self.await_answer(id, command, Instant::now() + limit, limit);
-        match answer {
-            // All that came before it was answered before it.
-            Ok(_) => self.ask_ahead(behind)?,
-            Err(_) => [before, behind].into_iter().for_each(|questions| self.forget_answers_to(questions)),
+        if answer.is_err() {
+            [before, behind].into_iter().for_each(|questions| self.forget_answers_to(questions));
         }
         answer
     }
@@ -173,9 +188,18 @@ impl Socket {
         self.asked.retain(|asked| !questions.iter().any(|(command, arguments)| asked.is(command, arguments)));
     }
 
-    /// What QEMU has said to that ahead, if it has.
-    pub(super) fn answered(&self, command: &str, arguments: &Value) -> Option<Result<Value, QmpError>> {
-        self.asked.iter().find(|asked| asked.is(command, arguments))?.result.clone()
+    /// What QEMU says to that, if it was asked ahead.
+    pub(super) fn answered(
+        &mut self,
+        command: &str,
+        arguments: &Value,
+        limit: Duration,
+    ) -> Option<Result<Value, QmpError>> {
+        let at = self.asked.iter().position(|asked| asked.is(command, arguments))?;
+        match self.await_one(at, limit) {
+            Ok(()) => self.asked[at].result.clone(),
+            Err(error) => Some(Err(error)),
+        }
     }
 }
 
