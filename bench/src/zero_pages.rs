@@ -232,9 +232,8 @@ fn shared_row(table: &ZeroPages, row: &Row, base: &Path) -> Result<rows::Row, St
     };
     let threads = row.mode.scanners().into();
     let all = match (row.content, row.mode.check) {
-        // Private memory is looked at in another way.
         (Content::Zero, _) if table.memory().backend == MemoryKind::Ram => {
-            vec![limits::scan(threads, row.guest_bytes)?]
+            vec![limits::scan(threads, row.guest_bytes)?, limits::look_private(threads, row.guest_bytes)?]
         }
         (Content::Zero, _) => {
             vec![limits::scan(threads, row.guest_bytes)?, limits::look(base, threads, row.guest_bytes)?]

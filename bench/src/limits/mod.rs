@@ -93,9 +93,18 @@ pub(crate) fn scan(threads: usize, bytes: u64) -> Result<Limit, String> {
 
 /// So many bytes of zeros found from outside, by these threads. More memory takes as much longer.
 pub(crate) fn look(base: &Path, threads: usize, bytes: u64) -> Result<Limit, String> {
+    look_at(|bytes| Zeros::new(base, bytes), threads, bytes)
+}
+
+/// The same of private memory, which the kernel has to copy.
+pub(crate) fn look_private(threads: usize, bytes: u64) -> Result<Limit, String> {
+    look_at(|bytes| Ok(Zeros::private(bytes)), threads, bytes)
+}
+
+fn look_at(zeros: impl FnOnce(u64) -> Result<Zeros, String>, threads: usize, bytes: u64) -> Result<Limit, String> {
     let measured = bytes.min(MOST_BYTES);
     at_hand::have(measured)?;
-    let ms = Zeros::new(base, measured)?.look(threads.min(cores()))?;
+    let ms = zeros(measured)?.look(threads.min(cores()))?;
     Ok(Limit { what: "look from outside".into(), value: scaled(ms, measured, bytes) })
 }
 
