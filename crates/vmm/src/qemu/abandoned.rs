@@ -114,7 +114,6 @@ pub(crate) fn given_away(socket: &Path) -> Result<GivenAway, GuestError> {
             )));
         }
     }
-    memory::ask_ahead(&mut qmp)?;
     let backends = memory::backends(&mut qmp)?;
     let memory = memory::map(qmp.pid(), &backends, Access::Read)?;
     Ok(GivenAway { memory, process: qmp.pid() })

@@ -53,15 +53,6 @@ enum Held {
     Private { address: u64, page_bytes: u64, below: Option<(FileId, u64)>, keep: Keep },
 }
 
-/// Asks for all that [`backends`] may want to know of each backend, in one go.
-pub(super) fn ask_ahead(qmp: &mut Qmp) -> Result<(), GuestError> {
-    let devices = qmp.execute("query-memdev", json!({}))?;
-    let types = object_types(qmp)?;
-    let is_of_a_file = |id: &&str| kind_of(&types, id) == OF_A_FILE;
-    let ids = devices.as_array().into_iter().flatten().filter_map(|device| device["id"].as_str()).filter(is_of_a_file);
-    Ok(qmp.ask_ahead(&ids.flat_map(|id| PROPERTIES.map(|name| asked(id, name))).collect::<Vec<_>>())?)
-}
-
 /// All backends, sorted by id.
 pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
     backends_again(qmp, &[])
@@ -72,7 +63,7 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
 pub(super) fn backends_again(qmp: &mut Qmp, before: &[Backend]) -> Result<Vec<Backend>, GuestError> {
     let devices = qmp.execute("query-memdev", json!({}))?;
     let mut known = blocks::list(qmp)?;
-    let mut backends = Vec::new();
+    let (mut backends, mut types) = (Vec::new(), None);
     for device in devices.as_array().into_iter().flatten() {
         let (Some(id), Some(bytes)) = (device["id"].as_str(), device["size"].as_u64()) else {
             return Err(GuestError::Unfit(format!(
@@ -85,8 +76,12 @@ pub(super) fn backends_again(qmp: &mut Qmp, before: &[Backend]) -> Result<Vec<Ba
             backends.push(same.clone());
             continue;
         }
-        let types = object_types(qmp)?;
-        let kind = kind_of(&types, id);
+        if types.is_none() {
+            let found = object_types(qmp)?;
+            ask_ahead(qmp, &devices, &found)?;
+            types = Some(found);
+        }
+        let kind = kind_of(types.as_deref().unwrap_or_default(), id);
         // With rom=off only the file is so: what the guest writes is its own, as with any private mapping.
         let is_rom = |qmp: &mut Qmp| property(qmp, id, "rom") != Some(json!("off"));
         if kind == OF_A_FILE && property(qmp, id, "readonly") == Some(json!(true)) && is_rom(qmp) {
@@ -110,6 +105,13 @@ pub(super) fn backends_again(qmp: &mut Qmp, before: &[Backend]) -> Result<Vec<Ba
         blocks::check_all_covered(qmp, &backends, &known)?;
     }
     Ok(backends)
+}
+
+/// Asks for all that somebody may want to know of each of these backends, in one go if that saves time.
+fn ask_ahead(qmp: &mut Qmp, devices: &Value, types: &[(String, String)]) -> Result<(), GuestError> {
+    let ids = devices.as_array().into_iter().flatten().filter_map(|device| device["id"].as_str());
+    let of_a_file = ids.filter(|id| kind_of(types, id) == OF_A_FILE);
+    Ok(qmp.ask_ahead(&of_a_file.flat_map(|id| PROPERTIES.map(|name| asked(id, name))).collect::<Vec<_>>())?)
 }
 
 /// The question that [`property`] asks.

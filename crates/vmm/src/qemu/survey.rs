@@ -45,8 +45,6 @@ impl SourceSeen {
         let own_balloon = options.balloon.as_ref().map(|balloon| OwnBalloon::find(qmp, &balloon.socket)).transpose()?;
         checks::source_state(qmp, own_balloon.as_ref()).or_else(&mut *refuse)?;
         migration::check_ignore_shared(qmp).or_else(&mut *refuse)?;
-        // QEMU goes on with its answers while we look at its process.
-        memory::ask_ahead(qmp)?;
         checks::may_ptrace(qmp.pid()).or_else(&mut *refuse)?;
         faults::may_track(qmp.pid()).or_else(&mut *refuse)?;
         let backends = memory::backends(qmp)?;
@@ -125,7 +123,6 @@ impl DestinationSeen {
         checks::destination_state(qmp).or_else(&mut *refuse)?;
         checks::no_balloon_yet(qmp).or_else(&mut *refuse)?;
         migration::check_ignore_shared(qmp).or_else(&mut *refuse)?;
-        memory::ask_ahead(qmp)?;
         let backends = memory::backends(qmp)?;
         writers::alone_in_memory(qmp, &backends).or_else(&mut *refuse)?;
         let memory = memory::map(qmp.pid(), &backends, Access::ReadWrite)?;
