@@ -46,7 +46,7 @@ use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region, W
 
 /// Pages of one request at most that has a buffer: 2 MiB, a huge page. With less the disk below is slower, by half at
 /// 128 KiB.
-const REQUEST_PAGES: PageCount = PageCount::within(2 << 20);
+pub const REQUEST_PAGES: PageCount = PageCount::within(2 << 20);
 /// The same of one that is written from a mapping, where each page of 4 KiB is a piece: a disk takes few of these.
 const MAPPED_PAGES: PageCount = PageCount::within(1 << 20);
 

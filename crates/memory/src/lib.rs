@@ -72,7 +72,7 @@ pub use clear::Keep;
 pub use count::PageCount;
 pub use error::{Error, Flaw};
 pub use fault::Fault;
-pub use file_io::{FileIo, FileQueue, PageBuffer, PageBuffers, Turns, Writeback};
+pub use file_io::{FileIo, FileQueue, PageBuffer, PageBuffers, REQUEST_PAGES, Turns, Writeback};
 pub use given_back::Note;
 pub use holes::{Freeing, Holes};
 pub use lent::{Lent, LentFile};

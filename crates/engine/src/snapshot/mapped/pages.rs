@@ -1,5 +1,6 @@
 //! Pages from a mapped-ram file into guest memory: several threads, in the order of the file, straight into place.
 use std::{
+    iter,
     num::{NonZero, NonZeroU64},
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     thread,
@@ -7,13 +8,13 @@ use std::{
 
 use rustix::fs::Advice;
 use transship_memory::{
-    FileIo, FileQueue, GuestMemory, PageCount, PageNumber, PageRange, PageSet, Turns, WINDOW_PAGES,
+    FileIo, FileQueue, GuestMemory, PageCount, PageNumber, PageRange, PageSet, REQUEST_PAGES, Turns, WINDOW_PAGES,
 };
 
 use crate::{Error, Progress, cpu, snapshot::file::origin::Origin, stream::whence::wrong};
 
 /// Pages that a thread takes at once: a request's, so that the requests of all threads come in the order of the file.
-const UNIT_PAGES: PageCount = PageCount::within(2 << 20);
+const UNIT_PAGES: PageCount = REQUEST_PAGES;
 /// Requests of a thread in flight. Each has a buffer of 2 MiB, through which its pages go: with 32 MiB of them a
 /// restore took a quarter more CPU time than with 4 (2 GiB, four threads: 1.4 s, 1.2 s), and no less time, since few
 /// buffers stay in the processor's cache.
@@ -50,17 +51,15 @@ pub(crate) fn read(
 ) -> Result<Done, Error> {
     let work = Work::new(origin, sources, memory, io, progress);
     advise(origin);
-    let threads = usize::from(threads).min(work.units.len()).max(1);
-    let (mut done, mut failed) = (Done::default(), None);
+    let queues = work.queues(usize::from(threads).min(work.units.len()).max(1))?;
+    let mut done = Done { uring: queues.iter().any(FileQueue::is_uring), ..Done::default() };
+    let mut failed = None;
     thread::scope(|scope| {
         let work = &work;
-        let readers: Vec<_> = (0..threads).map(|number| scope.spawn(move || work.run(number))).collect();
+        let readers: Vec<_> = queues.into_iter().map(|queue| scope.spawn(move || work.run(queue))).collect();
         for reader in readers {
             match reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
-                Ok(part) => {
-                    done.uring |= part.uring;
-                    done.cpu_seconds += part.cpu_seconds;
-                }
+                Ok(cpu_seconds) => done.cpu_seconds += cpu_seconds,
                 Err(error) => failed = failed.take().or(Some(error)),
             }
         }
@@ -85,9 +84,6 @@ struct Work<'a> {
     turns: Turns,
     /// Region and first page of all units that have pages, in the order of the file.
     units: Vec<(usize, PageNumber)>,
-    /// More threads than this have nothing to do where the kernel has several requests of each: they would only take
-    /// turns on the cores to put pages into place.
-    cores: usize,
     /// The next unit that nobody has taken.
     next: AtomicUsize,
     /// A thread has failed: the others need not go on.
@@ -105,29 +101,38 @@ impl<'a> Work<'a> {
         let mut units: Vec<_> = sources.iter().enumerate().flat_map(|(region, source)| units(region, source)).collect();
         units.sort_unstable_by_key(|&(region, first)| sources[region].pages_offset + first.offset());
         let (next, ended) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Self { origin, sources, memory, io, progress, turns: Turns::default(), units, next, ended }
+    }
+
+    /// One for each thread. Where the kernel has several requests of each, there are no more of them than cores: they
+    /// would only take turns on these to put pages into place.
+    fn queues(&self, threads: usize) -> Result<Vec<FileQueue>, Error> {
+        let first = self.queue()?;
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
-        Self { origin, sources, memory, io, progress, turns: Turns::default(), units, cores, next, ended }
+        let threads = if first.is_uring() { threads.min(cores) } else { threads };
+        iter::once(Ok(first)).chain((1..threads).map(|_| self.queue())).collect()
     }
 
-    /// A thread's life.
-    fn run(&self, number: usize) -> Result<Done, Error> {
-        let result = self.read_units(number);
-        if result.is_err() {
-            self.ended.store(true, Ordering::Relaxed);
-        }
-        result.map(|uring| Done { uring, cpu_seconds: cpu::thread_seconds() })
-    }
-
-    fn read_units(&self, number: usize) -> Result<bool, Error> {
+    fn queue(&self) -> Result<FileQueue, Error> {
         let name = &self.origin.name;
         let file = self.origin.for_pages().try_clone();
         let file = file.map_err(|source| Error::Io { what: format!("open {name}"), source })?;
-        let mut queue = FileQueue::new(self.memory.clone(), file.into(), DEPTH, self.io)
-            .map_err(|source| Error::Io { what: format!("read {name}"), source })?
-            .taking(&self.turns);
-        if queue.is_uring() && number >= self.cores {
-            return Ok(true);
+        let queue = FileQueue::new(self.memory.clone(), file.into(), DEPTH, self.io);
+        let queue = queue.map_err(|source| Error::Io { what: format!("read {name}"), source })?;
+        Ok(queue.taking(&self.turns))
+    }
+
+    /// A thread's life, in CPU seconds.
+    fn run(&self, queue: FileQueue) -> Result<f64, Error> {
+        let result = self.read_units(queue);
+        if result.is_err() {
+            self.ended.store(true, Ordering::Relaxed);
         }
+        result.map(|()| cpu::thread_seconds())
+    }
+
+    fn read_units(&self, mut queue: FileQueue) -> Result<(), Error> {
+        let name = &self.origin.name;
         while let Some(&(region, first)) = self.units.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             if self.progress.is_cancelled() {
                 return Err(Error::RESTORE_CANCELLED);
@@ -143,8 +148,7 @@ impl<'a> Work<'a> {
             }
             self.count(pages);
         }
-        queue.finish().map_err(|error| wrong(name, error))?;
-        Ok(queue.is_uring())
+        queue.finish().map_err(|error| wrong(name, error))
     }
 
     fn count(&self, pages: PageCount) {
