@@ -13,9 +13,13 @@ use rustix::fs::{Advice, OFlags};
 use serde::Serialize;
 use transship_memory::{PAGE_BYTES, PageBuffer, PageNumber, Region};
 
+use super::guests::forget;
 use crate::{
     at_hand,
-    limits::copy::{self, Memory},
+    limits::{
+        self,
+        copy::{self, Memory},
+    },
     pair::text,
     processes::own_cpu_seconds,
     units::millis,
@@ -25,9 +29,6 @@ use crate::{
 /// are not either.
 pub(super) const REQUEST_BYTES: usize = 2 << 20;
 pub(super) const REQUESTS: usize = 8;
-
-/// How often a file is read through the page cache.
-const CACHED_PASSES: usize = 3;
 
 /// The disk's turn.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -148,21 +149,19 @@ fn fill_from(path: &Path, requests: &mut Requests, memory: &Region) -> Result<f6
     Ok(ms)
 }
 
-/// Milliseconds that the page cache, in which it is not, takes to give all of it: the quickest of some times, since it
+/// Milliseconds that the page cache, in which it is not, takes to give all of it: the quickest of some tries, since it
 /// also depends on which pages the kernel has at hand. It is not there afterwards either.
 fn read_cached(path: &Path, buffer: &mut PageBuffer) -> Result<f64, String> {
-    (0..CACHED_PASSES).try_fold(f64::INFINITY, |best, _| Ok(read_cached_once(path, buffer)?.min(best)))
-}
-
-fn read_cached_once(path: &Path, buffer: &mut PageBuffer) -> Result<f64, String> {
-    let mut file = File::open(path).map_err(text)?;
-    rustix::fs::fadvise(&file, 0, None, Advice::Sequential).map_err(text)?;
-    let (ms, ()) = timed(|| {
-        while file.read(buffer.bytes_mut())? > 0 {}
-        Ok(())
-    })?;
-    rustix::fs::fadvise(&file, 0, None, Advice::DontNeed).map_err(text)?;
-    Ok(ms)
+    limits::quickest(|| {
+        let mut file = File::open(path).map_err(text)?;
+        rustix::fs::fadvise(&file, 0, None, Advice::Sequential).map_err(text)?;
+        let (ms, ()) = timed(|| {
+            while file.read(buffer.bytes_mut())? > 0 {}
+            Ok(())
+        })?;
+        forget(path)?;
+        Ok(ms)
+    })
 }
 
 fn open(path: &Path, new: bool) -> io::Result<File> {

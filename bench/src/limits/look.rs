@@ -9,12 +9,10 @@ use transship_memory::{
 
 use super::{
     copy::{self, Memory},
+    quickest,
     threads::on_all,
 };
 use crate::{pair::text, units::millis};
-
-/// How often it is looked at; the quickest counts, as of a scan.
-const PASSES: usize = 3;
 
 /// Memory that has zeros everywhere.
 pub(crate) enum Zeros {
@@ -55,7 +53,7 @@ impl Zeros {
 
     /// Milliseconds that so many threads take at best to reach the memory, to look at all of it, and to let go of it.
     pub(crate) fn look(&self, threads: usize) -> Result<f64, String> {
-        (0..PASSES).try_fold(f64::INFINITY, |best, _| Ok(self.once(threads)?.min(best)))
+        quickest(|| self.once(threads))
     }
 
     fn once(&self, threads: usize) -> Result<f64, String> {
