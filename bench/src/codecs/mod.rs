@@ -148,7 +148,7 @@ fn run(table: &Codecs) -> Result<(), String> {
     let methods = methods(&table.methods)?;
     interrupt::clean_up_in(vec![base.clone()])?;
     let corpus = Corpus::new(table.moves.corpus.as_deref(), table.mem)?;
-    let link = table.link.map(SlowLink::new).transpose().map_err(text)?;
+    let link = table.link.map(SlowLink::with_offload).transpose().map_err(text)?;
     let mut results = Results {
         machine: Machine::here(),
         qemu: String::new(),

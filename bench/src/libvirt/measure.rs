@@ -40,7 +40,7 @@ impl Hosts {
         let Some(mbit) = link else {
             return Ok(LibvirtHost::start("here").map_err(text)?.map(|here| Self { here, there: None }));
         };
-        let link = SlowLink::new(mbit).map_err(text)?;
+        let link = SlowLink::with_offload(mbit).map_err(text)?;
         let here = LibvirtHost::start_by("here", &link.source()).map_err(text)?;
         let there = LibvirtHost::start_by("there", &link.destination()).map_err(text)?;
         let Some((here, there)) = here.zip(there) else { return Ok(None) };

@@ -96,7 +96,7 @@ fn run(table: &Relays) -> Result<(), String> {
 
 /// All routes over one link, again and again.
 fn over(mbit: u32, table: &Relays, base: &Path, corpus: &Corpus, results: &mut Results) -> Result<(), String> {
-    let link = SlowLink::new(mbit).map_err(text)?;
+    let link = SlowLink::with_offload(mbit).map_err(text)?;
     let recipe = Recipe { link: Some(&link), ..Recipe::new(&table.moves.common.peer, base) };
     let first = results.series.len();
     results.series.extend(Route::ALL.map(|route| Series { mbit, route, runs: Runs::default() }));
