@@ -6,8 +6,11 @@ use transship_memory::PAGE_BYTES;
 /// Share of the encoders' time that samples may take; the first few are free.
 const SHARE: f64 = 0.005;
 const FREE: u32 = 2;
-/// And while encoders wait for the link, where they keep nobody from anything but a peer on the same host.
-const SHARE_WAITING: f64 = 0.05;
+/// While encoders wait for the link, and so few have come that a single one that was held up would mislead.
+const SHARE_FEW: f64 = 0.05;
+const FEW: u32 = 8;
+/// And with more of them. Such encoders keep nobody from anything but a guest, or a peer on the same host.
+const SHARE_WAITING: f64 = 0.01;
 /// What a sample still weighs after each further one.
 const DECAY: f64 = 0.7;
 
@@ -75,7 +78,12 @@ impl Samples {
 
     /// So many more seconds of all encoders have passed.
     pub(super) fn pass(&mut self, seconds: f64, encoders: Encoders) {
-        self.allowed += seconds * if encoders == Encoders::Waiting { SHARE_WAITING } else { SHARE };
+        let share = match encoders {
+            Encoders::Needed => SHARE,
+            Encoders::Waiting if self.came < FEW => SHARE_FEW,
+            Encoders::Waiting => SHARE_WAITING,
+        };
+        self.allowed += seconds * share;
     }
 
     /// Whether to ask for one, `pages` with content having been sent so far. It counts as asked for then.
@@ -142,12 +150,20 @@ mod tests {
     }
 
     #[test]
-    fn idle_encoders_are_asked_sooner() {
+    fn idle_encoders_are_asked_sooner_but_not_for_ever() {
         let mut samples = Samples::new(1);
         (0..2).for_each(|_| assert!(samples.ask(0)));
         (0..2).for_each(|_| samples.add(&sample(2, 0)));
-        samples.pass(0.15, Encoders::Waiting);
-        assert!(samples.ask(1), "a third one makes 6 ms, of 7.5 ms");
+        samples.pass(0.09, Encoders::Waiting);
+        for _ in 2..FEW {
+            samples.pass(0.04, Encoders::Waiting);
+            assert!(samples.ask(1), "2 ms of 2 ms, and half a millisecond is left over");
+            samples.add(&sample(2, 0));
+        }
+        samples.pass(0.1, Encoders::Waiting);
+        assert!(!samples.ask(1), "2 ms are too much for 1.5");
+        samples.pass(0.1, Encoders::Waiting);
+        assert!(samples.ask(1));
     }
 
     #[test]
