@@ -2,11 +2,12 @@
 use std::{
     fmt,
     ops::{Deref, DerefMut},
-    sync::Arc,
+    sync::{Arc, Mutex},
 };
 
-use transship_ring::mpmc::Ring;
 use transship_wire::relay::MAX_BYTES;
+
+use super::fate::lock;
 
 /// Whole buffers that are kept while nobody uses them.
 const KEPT: usize = 32;
@@ -16,18 +17,18 @@ const SMALL: usize = MAX_BYTES / 4;
 
 /// The buffers of a session.
 pub(super) struct Buffers {
-    /// Whole ones, of `MAX_BYTES`.
-    unused: Ring<Vec<u8>>,
+    /// Whole ones, of `MAX_BYTES`. The one that was used last is next: it may still be in a processor's cache.
+    unused: Mutex<Vec<Vec<u8>>>,
 }
 
 impl Buffers {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Self { unused: Ring::new(KEPT) })
+        Arc::new(Self { unused: Mutex::new(Vec::with_capacity(KEPT)) })
     }
 
     /// `MAX_BYTES`, with any content.
     pub(super) fn whole(self: &Arc<Self>) -> Buffer {
-        let room = self.unused.pop().unwrap_or_else(|| vec![0; MAX_BYTES]);
+        let room = lock(&self.unused).pop().unwrap_or_else(|| vec![0; MAX_BYTES]);
         Buffer { room, length: MAX_BYTES, home: Arc::clone(self) }
     }
 
@@ -83,7 +84,10 @@ impl DerefMut for Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if self.room.len() == MAX_BYTES {
-            let _ = self.home.unused.push(std::mem::take(&mut self.room)); // full: one buffer less to keep
+            let mut unused = lock(&self.home.unused);
+            if unused.len() < KEPT {
+                unused.push(std::mem::take(&mut self.room));
+            }
         }
     }
 }
@@ -121,15 +125,23 @@ mod tests {
         let few = buffers.first(&mut room, 3);
         assert_eq!((&*few, few.room.len(), room[2]), (&[1, 2, 3][..], 3, 3), "it is still the same");
         drop(few);
-        assert!(buffers.unused.is_empty());
+        assert!(lock(&buffers.unused).is_empty());
         assert_eq!(buffers.of(SMALL - 1).room.len(), SMALL - 1);
+    }
+
+    #[test]
+    fn the_one_that_was_used_last_is_next() {
+        let buffers = Buffers::new();
+        let rooms = [buffers.whole(), buffers.whole()];
+        let last = rooms[1].room.as_ptr();
+        drop(rooms);
+        assert_eq!(buffers.whole().room.as_ptr(), last);
     }
 
     #[test]
     fn no_more_are_kept_than_a_few() {
         let buffers = Buffers::new();
         drop((0..2 * KEPT).map(|_| buffers.whole()).collect::<Vec<_>>());
-        let kept = std::iter::from_fn(|| buffers.unused.pop()).count();
-        assert_eq!(kept, KEPT);
+        assert_eq!(lock(&buffers.unused).len(), KEPT);
     }
 }
