@@ -9,8 +9,9 @@ use crate::{
     arguments::Common,
     content::{Content, SourceMemory},
     guest_memory::{GuestMemory, MemoryKind},
-    interrupt, limits, machine,
-    machine::Machine,
+    interrupt,
+    limits::{self, StateAlone},
+    machine::{self, Machine},
     order::turns,
     ours,
     output::say,
@@ -221,27 +222,29 @@ fn in_turns(
 
 /// What all tables say alike, with the limits of these.
 fn rows(table: &ZeroPages, results: &Results, base: &Path) -> Result<Vec<rows::Row>, String> {
-    results.rows.iter().map(|row| shared_row(table, row, base)).collect()
+    let has_untouched = results.rows.iter().any(|row| row.content == Content::Untouched);
+    let state = has_untouched.then(|| StateAlone::of_firmware(&table.common.peer, base, table.mem)).transpose()?;
+    results.rows.iter().map(|row| shared_row(table, row, base, state)).collect()
 }
 
-fn shared_row(table: &ZeroPages, row: &Row, base: &Path) -> Result<rows::Row, String> {
+fn shared_row(table: &ZeroPages, row: &Row, base: &Path, state: Option<StateAlone>) -> Result<rows::Row, String> {
     let copy = |bytes| match table.memory().backend {
         // Private memory comes in other pages than any file's.
-        MemoryKind::Ram => Ok(None),
-        _ => limits::copy(base, bytes, table.memory().state()).map(Some),
+        MemoryKind::Ram => limits::copy_private(bytes),
+        _ => limits::copy(base, bytes, table.memory().state()),
     };
     let threads = row.mode.scanners().into();
-    let all = match (row.content, row.mode.check) {
-        (Content::Zero, _) if table.memory().backend == MemoryKind::Ram => {
+    let all = match row.content {
+        Content::Zero if table.memory().backend == MemoryKind::Ram => {
             vec![limits::scan(threads, row.guest_bytes)?, limits::look_private(threads, row.guest_bytes)?]
         }
-        (Content::Zero, _) => {
+        Content::Zero => {
             vec![limits::scan(threads, row.guest_bytes)?, limits::look(base, threads, row.guest_bytes)?]
         }
-        (Content::Random, _) => copy(row.guest_bytes)?.into_iter().collect(),
+        Content::Random => vec![copy(row.guest_bytes)?],
         // Half of it is random, but for each eighth page.
-        (Content::Mixed, Check::Channels) => copy(row.guest_bytes / 16 * 7)?.into_iter().collect(),
-        _ => Vec::new(),
+        Content::Mixed => vec![copy(row.guest_bytes / 16 * 7)?],
+        Content::Untouched => state.map(StateAlone::moved).into_iter().collect(),
     };
     let (ours, qemu) = (row.ours.iter().map(|run| run.ms).collect(), row.qemu.iter().map(|run| run.ms).collect());
     let cold = if table.cold { ", source cold" } else { "" };

@@ -2,8 +2,9 @@
 use std::time::Duration;
 
 use rustix::process::Signal;
-use serde_json::Value;
 use transship_lab::{Transship, lines::Mark};
+
+use crate::report;
 
 /// A guest that writes as fast as it can, moved in each way once.
 #[test]
@@ -23,7 +24,7 @@ fn a_guest_that_writes_is_moved_in_every_way() {
     {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let series = report["results"]["series"].as_array().unwrap();
     assert_eq!(series.len(), 7);
     for series in series {
@@ -75,7 +76,7 @@ fn what_was_measured_before_a_signal_is_told() {
     bench.signal(Signal::TERM).unwrap();
     let finished = bench.wait_for(Duration::from_secs(60)).unwrap().expect_code(128 + 15).unwrap();
     assert!(finished.stdout.contains("emulated"), "{}", finished.stdout);
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let runs: Vec<_> = report["results"]["series"].as_array().unwrap().iter().map(|series| &series["runs"]).collect();
     assert!(!runs.is_empty() && runs.iter().all(|runs| runs[0]["status"] == "completed"), "{runs:?}");
 }

@@ -4,6 +4,8 @@ use std::{collections::BTreeMap, path::Path, time::Duration};
 use serde_json::Value;
 use transship_lab::{Transship, lines::Mark};
 
+use crate::report;
+
 /// Two kinds of memory in two modes: eight moves of 64 MiB.
 #[test]
 fn both_sides_move_the_same_memory() {
@@ -18,7 +20,7 @@ fn both_sides_move_the_same_memory() {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
 
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let rows = report["results"]["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 4);
     for row in rows {
@@ -85,7 +87,7 @@ fn each_method_is_moved_beside_qemus() {
     for line in ["2         zstd", "2         QEMU's zstd", "2         lz4", "2         QEMU's none", "Aims"] {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let series = report["results"]["series"].as_array().unwrap();
     assert_eq!(series.len(), 4);
     for series in series {
@@ -121,7 +123,7 @@ fn guests_that_write_arrive_with_any_number_of_encoders() {
     for line in ["transship's guest  3, raw", "QEMU's guest       QEMU's, 3 channels", "old by rings", "Aims"] {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let moves = report["results"]["moves"].as_array().unwrap();
     assert_eq!(moves.len(), 4 + 6);
     for series in moves {
@@ -160,7 +162,7 @@ fn guests_are_saved_and_restored_in_every_way() {
     for line in ["paused         file  ", "live           mapped, 2 channels  ", "background     mapped  ", "Aims"] {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let results = &report["results"];
     let direct_io = !results["disk"].as_array().unwrap().is_empty();
     let series = results["series"].as_array().unwrap();
@@ -225,7 +227,7 @@ fn the_same_memory_goes_between_transship_and_qemu_in_every_direction() {
     for line in ["2 channels, zstd  ours to QEMU", "2 channels, none  QEMU to file", "Aims"] {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let series = report["results"]["series"].as_array().unwrap();
     assert_eq!(series.len(), 10);
     for series in series {
@@ -253,7 +255,7 @@ fn a_migration_goes_through_relays_and_without() {
     for line in ["500 Mbit/s  QEMU, multifd zstd", "500 Mbit/s  relays with one connection", "Aims"] {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let series = report["results"]["series"].as_array().unwrap();
     assert_eq!(series.len(), 5);
     for series in series {
@@ -282,7 +284,7 @@ fn a_guest_with_old_data_goes_there_and_back_in_every_way() {
     for line in ["512 MiB  idle   hints        transship", "512 MiB  busy   reporting    QEMU", "Aims"] {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let series = report["results"]["series"].as_array().unwrap();
     assert_eq!(series.len(), 12);
     let memory = f64::from(512 << 20);
@@ -319,7 +321,7 @@ fn clones_stand_beside_guests_that_are_loaded() {
     for line in ["clones                 1", "QEMU, mapped-ram       2", "restore --lazy         2", "Aims"] {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let rows = report["results"]["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 6);
     for row in rows {
@@ -410,7 +412,7 @@ fn guests_are_heard_while_they_are_moved() {
     for line in ["idle: blackout as the guest is heard", "writing, tracked", "Aims"] {
         assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
     }
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let report = report(&json);
     let series = report["results"]["series"].as_array().unwrap();
     for side in ["ours", "qemu"] {
         let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("no number: {value}"));
@@ -434,7 +436,7 @@ fn guest_memory_of_any_kind_is_moved_and_compared() {
         let arguments = ["bench", "zero-pages", "--mem", "64M", "--runs", "1", "--channels", "2", "--kinds", "mixed"];
         let bench = Transship::command(arguments).args(["--backend", backend, "--memory", memory]);
         bench.args(["--json".as_ref(), json.as_os_str()]).run().unwrap().expect_code(0).unwrap();
-        let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+        let report = report(&json);
         let row = &report["results"]["rows"][1];
         assert_eq!((&row["ours"][0]["equal"], &row["qemu"][0]["equal"]), (&true.into(), &true.into()), "{row}");
         let wanted = if backend == "file" { memory.to_owned() } else { format!("{memory}, {backend}") };

@@ -11,6 +11,7 @@ use crate::{
     all::plan::{Job, Plan},
     arguments::Common,
     interrupt,
+    limits::StateAlone,
     machine::Machine,
     order::turns,
     output::say,
@@ -99,7 +100,9 @@ fn run(table: &Clones) -> Result<(), String> {
     let measured = measure(table, &mut results);
     if !results.rows.is_empty() {
         let (shown, files) = (results.merged(), &table.common.files);
-        files.publish(shown.table(), &results, &shown.aims(), &results.shared_rows(), || shown.svg())?;
+        // What is loaded is the same, however much memory there is.
+        let state = StateAlone::of_firmware(&table.common.peer, &Scratch::base(), results.rows[0].guest_bytes)?;
+        files.publish(shown.table(), &results, &shown.aims(), &results.shared_rows(Some(state)), || shown.svg())?;
     }
     measured
 }

@@ -5,6 +5,7 @@ use transship_lab::Accel;
 use super::Guest;
 use crate::{
     aims::{Aim, Aims, Bound},
+    limits::{self, StateAlone},
     machine::Machine,
     plot::{
         Bar, Chart, Group, Line, Side,
@@ -173,7 +174,7 @@ impl Results {
     }
 
     /// What all tables say alike: the time of one guest, run by run.
-    pub(super) fn shared_rows(&self) -> Vec<rows::Row> {
+    pub(super) fn shared_rows(&self, state: Option<StateAlone>) -> Vec<rows::Row> {
         let mut cases: Vec<(u64, u32)> = self.clones().map(|row| (row.guest_bytes, row.count)).collect();
         cases.dedup();
         let row = |(guest_bytes, count): (u64, u32)| {
@@ -184,11 +185,9 @@ impl Results {
             let ms = |way| of(way).map(|row| row.ms().median).collect::<Vec<_>>();
             let memory = |way| units::bytes(Spread::of(of(way).map(|row| row.memory as f64)).median as u64);
             let title = format!("{}, {count} clones", units::bytes(guest_bytes));
-            rows::Row::of(title, FRESH, ms(Way::Clones), ms(Way::Qemu)).fact(
-                "memory of all",
-                memory(Way::Clones),
-                memory(Way::Qemu),
-            )
+            let row = rows::Row::of(title, FRESH, ms(Way::Clones), ms(Way::Qemu));
+            let row = row.limit(state.map(|state| state.restored(count, limits::cores())));
+            row.fact("memory of all", memory(Way::Clones), memory(Way::Qemu))
         };
         cases.into_iter().map(row).collect()
     }
@@ -321,7 +320,7 @@ mod tests {
         }
         let merged = results.merged();
         assert_eq!(merged.rows.iter().map(|row| row.ms().median).collect::<Vec<_>>(), [13.0, 250.0]);
-        let shared = results.shared_rows();
+        let shared = results.shared_rows(None);
         assert_eq!((shared.len(), shared[0].compared.map(|compared| compared.pairs)), (1, Some(3)));
     }
 

@@ -124,12 +124,12 @@ impl Results {
         self.series.iter().find(|other| other.is(series.channels, Side::Qemu, series.method.of_qemu()))
     }
 
-    /// What all tables say alike. Over a link, that is the limit, which is the same for both.
+    /// What all tables say alike.
     pub(crate) fn rows(&self, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
         let ours = self.series.iter().filter(|series| series.side != Side::Qemu);
         ours.map(|series| {
             let limit = match (self.link_mbit, series.method) {
-                (Some(_), _) => None,
+                (Some(mbit), _) => Some(limits::link(mbit, series.runs.spread(|run| run.wire_bytes as f64).median)),
                 (None, Method::None | Method::Auto) => Some(limits::copy(base, self.guest_bytes, self.memory.state())?),
                 (None, method) => {
                     limits::codec(method.name(), corpus, self.guest_bytes, Some((base, self.memory.state())))?

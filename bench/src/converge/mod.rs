@@ -28,6 +28,7 @@ use crate::{
     arguments::Common,
     content::{Content, SourceMemory},
     interrupt,
+    limits::StateAlone,
     machine::{self, Machine},
     order::turns,
     output::{Files, say},
@@ -249,6 +250,7 @@ fn run(table: &Converge) -> Result<(), String> {
         channels: table.channels,
         links: Vec::new(),
         link_bytes_per_s: table.bytes_per_s(),
+        state: None,
         series: Vec::new(),
     }));
     let (so_far, files) = (Arc::clone(&results), table.common.files.clone());
@@ -258,6 +260,9 @@ fn run(table: &Converge) -> Result<(), String> {
         }
     })?;
     locked(&results).kvm = kvm_is_fast(&table.common.peer, &base)?;
+    // Here, as nothing can be measured any more when a signal has come.
+    let state = StateAlone::of_firmware(&table.common.peer, &base, table.mem)?;
+    locked(&results).state = Some(state);
     let measured = measure(table, &base, &results);
     publish(&results, &table.common.files)?;
     measured

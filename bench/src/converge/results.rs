@@ -4,6 +4,7 @@ use serde::Serialize;
 use super::{Way, Wire, aims, cases::Case};
 use crate::{
     aims::Aims,
+    limits::{self, StateAlone},
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::Spread,
@@ -31,6 +32,8 @@ pub(crate) struct Results {
     pub(crate) channels: u8,
     pub(crate) links: Vec<Link>,
     pub(crate) link_bytes_per_s: u64,
+    /// What no blackout is shorter than.
+    pub(crate) state: Option<StateAlone>,
     pub(crate) series: Vec<Series>,
 }
 
@@ -219,9 +222,12 @@ impl Results {
                 };
                 let work = |series: &Series| units::short(series.median(|run| run.work * 100.0));
                 let bytes = |series: &Series| units::bytes(series.median(|run| run.wire_bytes as f64) as u64);
-                let time = row("time", |run| run.ms).fact("work %", work(ours), work(theirs));
+                let sent = ours.median(|run| run.wire_bytes as f64);
+                let mbit = (self.link_bytes_per_s * 8 / 1_000_000) as u32;
+                let time = row("time", |run| run.ms).limit(Some(limits::link(mbit, sent)));
+                let time = time.fact("work %", work(ours), work(theirs));
                 rows.push(time.fact("bytes", bytes(ours), bytes(theirs)));
-                rows.push(row("blackout", |run| run.blackout_ms));
+                rows.push(row("blackout", |run| run.blackout_ms).limit(self.state.map(StateAlone::moved)));
             }
         }
         rows
@@ -278,6 +284,7 @@ pub(super) mod tests {
             channels: 2,
             links: vec![Link { wire: Wire::Cable, round_trip_ms: 0.2 }],
             link_bytes_per_s: 125_000_000,
+            state: None,
             series,
         }
     }

@@ -34,6 +34,7 @@ use crate::{
     content::{Content, SourceMemory, first_difference},
     guest_memory::GuestMemory,
     interrupt,
+    limits::StateAlone,
     machine::{self, Machine},
     order::turns,
     output::say,
@@ -143,6 +144,7 @@ fn run(table: &Snapshots) -> Result<(), String> {
         channels: table.channels,
         runs: table.runs,
         disk: Vec::new(),
+        state: None,
         series: Vec::new(),
     };
     let measured = measure(&place, &mut results);
@@ -159,7 +161,12 @@ fn measure(place: &Setting<'_>, results: &mut Results) -> Result<(), String> {
         let named = &place.table.guests;
         guests.iter().copied().filter(|guest| named.is_empty() || named.contains(guest)).collect()
     };
-    place.in_turns(&wanted(&[Guest::Sparse]), Content::Untouched, None, results)?;
+    let sparse = wanted(&[Guest::Sparse]);
+    if !sparse.is_empty() {
+        let (peer, base) = (&place.table.common.peer, &place.base);
+        results.state = Some(StateAlone::of_firmware(peer, base, place.table.mem)?);
+    }
+    place.in_turns(&sparse, Content::Untouched, None, results)?;
     place.in_turns(&wanted(&[Guest::Paused]), Content::Random, None, results)?;
     let running = wanted(&[Guest::Live, Guest::Background]);
     if running.is_empty() {
@@ -260,7 +267,8 @@ impl Setting<'_> {
         remove(&file)?;
         say(&format!("{title}, run {run} of {}: {status}, {save_ms} ms{restored}", self.table.runs));
 
-        if (case.guest, case.layout, by) == (Guest::Paused, Layout::Direct, By::Qemu) {
+        // Once in each run, whichever guests there are.
+        if case.guest != Guest::Sparse && case.layout == Layout::Direct && results.disk.len() < run as usize {
             results.disk.push(disk::measure(self.folder.path(), &self.base, self.table.mem)?);
         }
         Ok(())

@@ -8,6 +8,7 @@ use super::{
     disk::DiskRun,
 };
 use crate::{
+    limits::{self, StateAlone},
     machine::Machine,
     results::Spread,
     rows::{Limit, Row},
@@ -188,6 +189,8 @@ pub(crate) struct Results {
     pub(crate) runs: u32,
     /// None: the file system does no direct I/O.
     pub(crate) disk: Vec<DiskRun>,
+    /// Of a guest that was never touched.
+    pub(crate) state: Option<StateAlone>,
     pub(crate) series: Vec<Series>,
 }
 
@@ -230,6 +233,7 @@ impl Results {
             let is_read = series.case.guest != Guest::Sparse && !self.disk.is_empty();
             is_read.then(|| Limit { what: format!("the disk {what}"), value: ms.median })
         };
+        let state = |series: &Series| self.state.filter(|_| series.case.guest == Guest::Sparse);
         let title = |what: &str, series: &Series| {
             format!("{what}, {}, {}", series.case.guest.title(), series.case.layout.title(self.channels))
         };
@@ -243,6 +247,7 @@ impl Results {
             let qemu =
                 |of: fn(&Series) -> f64| self.beside(series).map_or_else(String::new, |qemu| units::short(of(qemu)));
             let row = row.limit(limit(series, "written", self.disk_write()));
+            let row = row.limit(state(series).map(StateAlone::saved));
             let row = cpu(row, series, Series::cpu_seconds);
             match series.case.guest.runs() {
                 true => row.fact("guest stands still ms", units::short(series.pause_ms()), qemu(Series::pause_ms)),
@@ -251,6 +256,7 @@ impl Results {
         });
         let restores = ours().filter(|series| !series.restores.is_empty()).map(|series| {
             let row = Row::of(title("restore", series), way(series), restore_ms(series), beside(series, restore_ms));
+            let row = row.limit(state(series).map(|state| state.restored(1, limits::cores())));
             let row = row.limit(limit(series, "read", self.disk_read()));
             let row = row.limit(limit(series, "read into memory", self.disk_fill()));
             // A plain stream is read ahead past it.
@@ -332,6 +338,7 @@ pub(super) mod tests {
                 };
                 3
             ],
+            state: None,
             series: all,
         }
     }

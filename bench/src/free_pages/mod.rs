@@ -118,7 +118,7 @@ fn run(table: &FreePages) -> Result<(), String> {
     }
     let base = Scratch::base();
     machine::check_room(table.mem.iter().copied().max().unwrap_or(0), &base, false)?;
-    interrupt::clean_up_in(vec![base])?;
+    interrupt::clean_up_in(vec![base.clone()])?;
     let mut results = Results {
         machine: Machine::here(),
         qemu: String::new(),
@@ -130,7 +130,8 @@ fn run(table: &FreePages) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        table.common.files.publish(results.table(), &results, &results.aims(), &results.rows(), || results.svg())?;
+        let (files, rows) = (&table.common.files, results.rows(&base)?);
+        files.publish(results.table(), &results, &results.aims(), &rows, || results.svg())?;
     }
     measured
 }

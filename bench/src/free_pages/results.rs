@@ -1,11 +1,19 @@
 //! Single moves, and what follows from them.
+use std::path::Path;
+
 use serde::{Serialize, Serializer, ser::SerializeStruct};
 
 use super::{
     cases::{Case, Load, Way},
     guests::Work,
 };
-use crate::{files::By, machine::Machine, rows::Row, units};
+use crate::{
+    files::By,
+    limits,
+    machine::Machine,
+    rows::{FRESH, Limit, Row},
+    units,
+};
 
 /// One move. What a side does not tell is none.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -160,7 +168,7 @@ impl Results {
     }
 
     /// What all tables say alike, move by move.
-    pub(super) fn rows(&self) -> Vec<Row> {
+    pub(super) fn rows(&self, base: &Path) -> Result<Vec<Row>, String> {
         let ms = |series: &Series| series.runs.iter().map(|run| run.ms).collect::<Vec<_>>();
         let row = |ours: &Series| {
             let qemu = self.beside(ours);
@@ -172,7 +180,9 @@ impl Results {
                 fact(&|series| units::short(series.downtime_ms().mean)),
             );
             let row = Row::of(title, "full of old data", ms(ours), qemu.map(ms).unwrap_or_default());
-            row.fact("wire", wire.0, wire.1).fact("downtime ms, as reported", downtime.0, downtime.1)
+            let Limit { what, value } = limits::copy(base, ours.wire_bytes() as u64, FRESH)?;
+            let row = row.limit(Some(Limit { what: format!("{what}, of what was sent"), value }));
+            Ok(row.fact("wire", wire.0, wire.1).fact("downtime ms, as reported", downtime.0, downtime.1))
         };
         self.ours().map(row).collect()
     }

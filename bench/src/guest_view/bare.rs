@@ -1,16 +1,14 @@
 //! A guest's blackout where nothing but two QEMUs is waited for: they have the same memory, so no page is sent, and
 //! nobody asks anything. Whoever moves a guest from outside is not quicker than that.
-use std::{fs, io::Write, os::unix::net::UnixStream, time::Instant};
+use std::{fs, io::Write, time::Instant};
 
 use serde_json::json;
-use transship_lab::{
-    Qemu,
-    beats::{Heard, heard, wait_for_beats},
-};
+use transship_lab::beats::{Heard, heard, wait_for_beats};
 
 use super::BEATS_BESIDE;
 use crate::{
     content::SourceMemory,
+    limits::state,
     pair::{Recipe, text},
     units::millis,
 };
@@ -19,10 +17,7 @@ use crate::{
 pub(super) fn once(recipe: &Recipe<'_>, memory: &SourceMemory) -> Result<f64, String> {
     let source = recipe.source(memory)?;
     let home = memory.path().parent().ok_or("guest memory without a folder")?;
-    // What QEMU saves alone does not begin with what its settings are.
-    let destination = recipe.waiting(home, memory.bytes())?.args(["-global", "migration.send-configuration=off"]);
-    let destination = destination.start().map_err(text)?;
-    let mut ear = listening(&destination)?;
+    let (destination, mut ear) = state::waiting(recipe, home, memory.bytes())?;
     let state = source.folder().join("state");
     // The last beat before the stop counts: it comes at once.
     let since = Instant::now();
@@ -39,11 +34,4 @@ pub(super) fn once(recipe: &Recipe<'_>, memory: &SourceMemory) -> Result<f64, St
         0 => Ok(millis(silence)),
         errors => Err(format!("{errors} of {} pages are not what the guest has written", swept.pages)),
     }
-}
-
-/// The destination's socket, from which it loads whatever comes.
-fn listening(destination: &Qemu) -> Result<UnixStream, String> {
-    let path = destination.folder().join("state");
-    destination.qmp("migrate-incoming", json!({ "uri": format!("unix:{}", path.display()) })).map_err(text)?;
-    UnixStream::connect(&path).map_err(|error| format!("{}: {error}", path.display()))
 }

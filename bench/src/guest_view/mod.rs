@@ -24,7 +24,7 @@ use crate::{
     content::{Content, SourceMemory},
     files::By,
     guest_memory::GuestMemory,
-    interrupt,
+    interrupt, limits,
     machine::Machine,
     order::turns,
     ours,
@@ -184,9 +184,16 @@ fn measure(table: &GuestView, base: &Path, accel: Accel, results: &mut Results) 
             for side in turns(2, run) {
                 let by = [By::Transship, By::Qemu][side];
                 let title = format!("{}, {}, run {run} of {}", load.title(), by.title(), table.runs);
-                let once = || {
+                let mut asked_ms = None;
+                let mut once = || {
                     let pair = recipe.start(&memory)?;
-                    if load == Load::Tracked { tracked::run(&pair, by) } else { moved(&pair, by, table.channels) }
+                    if load == Load::Tracked {
+                        return tracked::run(&pair, by);
+                    }
+                    if by == By::Transship {
+                        asked_ms = Some(limits::asked(&pair.source)?);
+                    }
+                    moved(&pair, by, table.channels)
                 };
                 let once = once().map_err(|error| format!("{title}: {error}"))?;
                 say(&format!("{title}: {}", once.text()));
@@ -194,9 +201,10 @@ fn measure(table: &GuestView, base: &Path, accel: Accel, results: &mut Results) 
                     results.qemu = once.qemu.clone();
                 }
                 let series = results.series.last_mut().ok_or("no series")?;
+                series.asked_ms.extend(asked_ms);
                 if by == By::Transship { series.ours.push(once) } else { series.qemu.push(once) }
             }
-            if load == Load::Idle && table.guest.backend.has_file() {
+            if load != Load::Tracked && table.guest.backend.has_file() {
                 let title = format!("{}, two QEMUs with one memory, run {run} of {}", load.title(), table.runs);
                 let silence = bare::once(&recipe, &memory).map_err(|error| format!("{title}: {error}"))?;
                 say(&format!("{title}: {} ms of silence", units::short(silence)));

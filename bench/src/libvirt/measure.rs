@@ -114,12 +114,12 @@ impl Hosts {
 
     fn migrate(&self, by: By, more: &[&str]) -> Result<Once, String> {
         let Some((there, link)) = &self.there else { return Err("there is no second host".into()) };
-        // For one migration. They end when they are dropped.
+        // For one migration. They end when they are dropped, if not before.
         let mut relays = None;
         let (uri, listen) = match by {
             By::Transship => {
                 let at = format!("tcp:127.0.0.1:{PORT}");
-                relays = Some(relays_between(link, &at, &at, &[])?);
+                relays = Some(relays_between(link, &at, &at, &["--json"])?);
                 (format!("tcp://127.0.0.1:{PORT}"), "127.0.0.1".to_owned())
             }
             By::Virsh => {
@@ -132,12 +132,18 @@ impl Hosts {
         let begin = Instant::now();
         self.here.virsh(&[&words, more].concat()).map_err(text)?;
         let ms = millis(begin.elapsed());
-        drop(relays);
+        let bytes = relays.map(on_the_link).transpose()?;
         let done = there.virsh(&["domjobinfo", NAME, "--completed", "--rawstats"]).map_err(text)?;
         let downtime = done.lines().find_map(|line| line.trim().strip_prefix("downtime"));
         let downtime = downtime.and_then(|text| text.trim_start_matches([':', ' ']).trim().parse().ok());
-        Ok(Once { ms, downtime_ms: downtime.unwrap_or(f64::NAN), bytes: None })
+        Ok(Once { ms, downtime_ms: downtime.unwrap_or(f64::NAN), bytes })
     }
+}
+
+/// Bytes that went over the link between these, which have nothing more to do.
+fn on_the_link([near, _far]: [Transship; 2]) -> Result<u64, String> {
+    let ended = near.wait().and_then(|ended| ended.expect_code(0)).map_err(text)?;
+    Ok(number(&ended.report().map_err(text)?, "/relay/link_out")? as u64)
 }
 
 /// Writes the corpus into the domain's memory, again and again, behind what its guest uses.

@@ -138,7 +138,8 @@ fn run(table: &Libvirt) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if measured.is_ok() || !results.series.is_empty() {
-        table.files.publish(results.table(), &results, &results.aims(), &results.rows(), || results.svg())?;
+        let rows = results.rows(&table.dir)?;
+        table.files.publish(results.table(), &results, &results.aims(), &rows, || results.svg())?;
     }
     measured
 }

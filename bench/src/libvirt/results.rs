@@ -1,13 +1,20 @@
 //! Single runs, and what follows from them: the table, its aims, and the picture.
+use std::path::Path;
+
 use serde::Serialize;
+use transship_lab::Scratch;
+use transship_memory::PAGE;
 
 use super::{By, Deed};
 use crate::{
     aims::{Aim, Aims, Bound},
+    files::disk,
+    limits,
     machine::Machine,
+    pair::text,
     plot::{Bar, Chart, Group, Line, Side},
     results::Spread,
-    rows::Row,
+    rows::{Limit, Row},
     table::aligned,
     units,
     verdict::compare,
@@ -28,7 +35,7 @@ const LEFT_COLUMNS: usize = 2;
 pub(crate) struct Once {
     pub(crate) ms: f64,
     pub(crate) downtime_ms: f64,
-    /// Of the image.
+    /// Of the image, or on the link between relays.
     pub(crate) bytes: Option<u64>,
 }
 
@@ -69,9 +76,12 @@ impl Series {
         Spread::of(self.numbers(|once| once.downtime_ms)).median
     }
 
+    fn bytes(&self) -> Option<u64> {
+        self.runs.iter().filter_map(|once| once.bytes).max()
+    }
+
     fn image(&self) -> String {
-        let bytes = self.runs.iter().filter_map(|once| once.bytes).max();
-        bytes.map(units::bytes).unwrap_or_default()
+        self.bytes().filter(|_| !self.what.is_migration()).map(units::bytes).unwrap_or_default()
     }
 }
 
@@ -139,15 +149,31 @@ impl Results {
         )
     }
 
-    /// What all tables say alike.
-    pub(crate) fn rows(&self) -> Vec<Row> {
-        let row = |series: &Series| {
-            let virsh = self.by_virsh(series);
-            let row = Row::of(series.title(), "", series.ms(), virsh.map(Series::ms).unwrap_or_default());
-            let still = |series: &Series| format!("{} ms", units::short(series.downtime()));
-            row.fact("stands still", still(series), virsh.map(still).unwrap_or_default())
-        };
-        self.ours().map(row).collect()
+    /// What all tables say alike. `dir`: where images are.
+    pub(crate) fn rows(&self, dir: &Path) -> Result<Vec<Row>, String> {
+        self.ours().map(|series| Ok(self.row(series).limit(self.limit(series, dir)?))).collect()
+    }
+
+    fn row(&self, series: &Series) -> Row {
+        let virsh = self.by_virsh(series);
+        let row = Row::of(series.title(), "", series.ms(), virsh.map(Series::ms).unwrap_or_default());
+        let still = |series: &Series| format!("{} ms", units::short(series.downtime()));
+        row.fact("stands still", still(series), virsh.map(still).unwrap_or_default())
+    }
+
+    fn limit(&self, series: &Series, dir: &Path) -> Result<Option<Limit>, String> {
+        let Some(bytes) = series.bytes() else { return Ok(None) };
+        if series.what.is_migration() {
+            return Ok(Some(limits::link(self.link_mbit, bytes as f64)));
+        }
+        let folder = Scratch::within(dir).map_err(text)?;
+        if !disk::does_direct_io(folder.path())? {
+            return Ok(None);
+        }
+        // Direct I/O takes whole pages.
+        let whole = bytes.next_multiple_of(PAGE);
+        let value = limits::quickest(|| Ok(disk::written(folder.path(), whole)?.ms))?;
+        Ok(Some(Limit { what: "the disk written".into(), value }))
     }
 
     pub(crate) fn aims(&self) -> Aims {
@@ -235,7 +261,8 @@ mod tests {
         let text = results().table();
         assert_eq!(line(&text, "(2000)"), "save transship 2000 (2000) 25 1 GiB 0.95", "{text}");
         assert_eq!(line(&text, "(4000)"), "migrate virsh through relays 4000 (4000) 120 2.25", "{text}");
-        assert_eq!(results().rows().len(), 3);
+        let rows: Vec<_> = results().ours().map(|series| results().row(series)).collect();
+        assert_eq!(rows.len(), 3);
         assert!(Results { libvirt: None, ..results() }.table().starts_with("Left out"));
     }
 

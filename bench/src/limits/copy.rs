@@ -3,10 +3,15 @@
 use std::{
     fs::{File, OpenOptions},
     path::Path,
+    process,
+    sync::Arc,
 };
 
 use transship_lab::Scratch;
-use transship_memory::{Access, ByteRange, Error, PAGE_BYTES, PageCount, PageNumber, PageRange, Region, WINDOW_PAGES};
+use transship_memory::{
+    Access, ByteRange, Error, InProcess, PAGE, PAGE_BYTES, PageBuffer, PageCount, PageNumber, PageRange, Process,
+    Region, WINDOW_PAGES,
+};
 
 use super::threads::on_all;
 use crate::pair::text;
@@ -30,10 +35,18 @@ pub(crate) fn write(region: &Region, first: PageNumber, bytes: &[u8]) -> Result<
     Ok(())
 }
 
-/// Guest memory that is fresh: a file that has nothing yet, in a folder of its own.
+/// Guest memory that is fresh: nothing of it was touched yet.
 pub(crate) struct Memory {
     pub(crate) region: Region,
-    folder: Scratch,
+    held: Held,
+}
+
+/// What it is.
+enum Held {
+    /// A file, in a folder of its own.
+    Folder(Scratch),
+    /// This process has it for itself, on huge pages where the system has any, as QEMU's own.
+    Own(PageBuffer),
 }
 
 impl Memory {
@@ -45,12 +58,22 @@ impl Memory {
         let file = file.and_then(|file| file.set_len(bytes).map(|()| file));
         let file = file.map_err(|error| format!("{}: {error}", path.display()))?;
         let region = Region::map("bench", file.into(), ByteRange::sized(0, bytes), Access::ReadWrite).map_err(text)?;
-        Ok(Self { region, folder })
+        Ok(Self { region, held: Held::Folder(folder) })
     }
 
-    /// Mapped once more, to be read, without a page table yet.
+    /// Memory that its process has for itself, which is reached from outside.
+    pub(crate) fn private(bytes: u64) -> Result<Self, String> {
+        let buffer = PageBuffer::new((bytes / PAGE) as usize);
+        Ok(Self { region: from_outside(&buffer, Access::ReadWrite)?, held: Held::Own(buffer) })
+    }
+
+    /// Reached once more, to be read, without a page table yet.
     pub(super) fn again(&self) -> Result<Region, String> {
-        let path = self.folder.join("memory");
+        let folder = match &self.held {
+            Held::Folder(folder) => folder,
+            Held::Own(buffer) => return from_outside(buffer, Access::Read),
+        };
+        let path = folder.join("memory");
         let file = File::open(&path).map_err(|error| format!("{}: {error}", path.display()))?;
         let all = ByteRange::sized(0, self.region.bytes());
         Region::map("bench", file.into(), all, Access::Read).map_err(text)
@@ -74,6 +97,14 @@ impl Memory {
     }
 }
 
+/// As another process would reach it.
+fn from_outside(buffer: &PageBuffer, access: Access) -> Result<Region, String> {
+    let process = Process::open(process::id() as i32, access).map(Arc::new).map_err(text)?;
+    let (address, bytes) = (buffer.bytes().as_ptr().addr() as u64, buffer.bytes().len() as u64);
+    let memory = InProcess { process, address, bytes, page_bytes: PAGE, file: None };
+    Region::in_process("bench", memory, access).map_err(text)
+}
+
 /// Both memories of a copy.
 pub(crate) struct Copy {
     source: Memory,
@@ -83,7 +114,16 @@ pub(crate) struct Copy {
 impl Copy {
     /// In the file system of guest memory. The source has content everywhere, the destination nowhere yet.
     pub(crate) fn new(base: &Path, bytes: u64) -> Result<Self, String> {
-        let (source, destination) = (Memory::fresh(base, bytes)?, Memory::fresh(base, bytes)?);
+        Self::of(|| Memory::fresh(base, bytes))
+    }
+
+    /// The same of memory that processes have for themselves.
+    pub(crate) fn private(bytes: u64) -> Result<Self, String> {
+        Self::of(|| Memory::private(bytes))
+    }
+
+    fn of(fresh: impl Fn() -> Result<Memory, String>) -> Result<Self, String> {
+        let (source, destination) = (fresh()?, fresh()?);
         source.fill()?;
         Ok(Self { source, destination })
     }
@@ -112,8 +152,10 @@ mod tests {
 
     #[test]
     fn everything_is_copied_by_any_number_of_threads() {
-        for threads in [1, 3] {
-            let copy = Copy::new(Path::new("/dev/shm"), 24 << 20).unwrap();
+        for (threads, copy) in [1, 3].into_iter().flat_map(|threads| {
+            let copies = [Copy::new(Path::new("/dev/shm"), 24 << 20), Copy::private(24 << 20)];
+            copies.map(|copy| (threads, copy.unwrap()))
+        }) {
             assert!(copy.once(threads).unwrap() > 0.0);
             let Copy { source: Memory { region: from, .. }, destination: Memory { region: to, .. } } = &copy;
             let pages = PageRange::all(from.pages());

@@ -1,15 +1,19 @@
 //! `transship bench limits`: what the machine does on its own. Other tables measure the same beside their rows.
+mod asked;
 pub(crate) mod codec;
 pub(crate) mod copy;
 mod look;
 mod loopback;
+pub(crate) mod state;
 mod threads;
 
 use std::path::{Path, PathBuf};
 
 use transship_codec::Method;
 use transship_lab::Scratch;
+use transship_memory::WINDOW_PAGES;
 
+pub(crate) use self::{asked::asked, state::StateAlone};
 use self::{
     codec::PACKET_BYTES,
     copy::{Copy, Memory},
@@ -76,13 +80,18 @@ pub(crate) fn quickest(mut once: impl FnMut() -> Result<f64, String>) -> Result<
 }
 
 /// Threads that share a limit's work.
-fn cores() -> usize {
+pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// As many as are copied or looked at for the limit of so many bytes: whole windows.
+fn measured(bytes: u64) -> u64 {
+    bytes.clamp(1, MOST_BYTES).next_multiple_of(WINDOW_PAGES.bytes())
 }
 
 /// A bare copy of so many bytes into memory in this state, on all cores.
 pub(crate) fn copy(base: &Path, bytes: u64, memory: &str) -> Result<Limit, String> {
-    let measured = bytes.min(MOST_BYTES);
+    let measured = measured(bytes);
     at_hand::have(2 * measured)?;
     let copy = Copy::new(base, measured)?;
     let mut ms = copy.once(cores())?;
@@ -90,6 +99,21 @@ pub(crate) fn copy(base: &Path, bytes: u64, memory: &str) -> Result<Limit, Strin
         ms = copy.once(cores())?;
     }
     Ok(Limit { what: format!("copy, {memory}"), value: scaled(ms, measured, bytes) })
+}
+
+/// The same between memories that processes have for themselves, which the kernel has to copy twice.
+pub(crate) fn copy_private(bytes: u64) -> Result<Limit, String> {
+    let measured = measured(bytes);
+    let copied = || {
+        at_hand::have(2 * measured)?;
+        Copy::private(measured)?.once(cores())
+    };
+    Ok(Limit { what: "copy from outside".into(), value: scaled(quickest(copied)?, measured, bytes) })
+}
+
+/// A link of so many Mbit/s carries so many bytes.
+pub(crate) fn link(mbit: u32, bytes: f64) -> Limit {
+    Limit { what: "the link".into(), value: bytes * 8.0 / 1e3 / f64::from(mbit) }
 }
 
 /// So many bytes read, by these threads.
@@ -106,11 +130,11 @@ pub(crate) fn look(base: &Path, threads: usize, bytes: u64) -> Result<Limit, Str
 
 /// The same of private memory, which the kernel has to copy.
 pub(crate) fn look_private(threads: usize, bytes: u64) -> Result<Limit, String> {
-    look_at(|bytes| Ok(Zeros::private(bytes)), threads, bytes)
+    look_at(Zeros::private, threads, bytes)
 }
 
 fn look_at(zeros: impl FnOnce(u64) -> Result<Zeros, String>, threads: usize, bytes: u64) -> Result<Limit, String> {
-    let measured = bytes.min(MOST_BYTES);
+    let measured = measured(bytes);
     at_hand::have(measured)?;
     let ms = zeros(measured)?.look(threads.min(cores()))?;
     Ok(Limit { what: "look from outside".into(), value: scaled(ms, measured, bytes) })
@@ -269,6 +293,9 @@ mod tests {
     #[test]
     fn a_limit_is_of_as_many_bytes_as_were_asked_for() {
         assert_eq!(scaled(10.0, 1 << 20, 1 << 22), 40.0);
+        assert_eq!([0, 5, 1 << 19, 1 << 40].map(measured), [1 << 19, 1 << 19, 1 << 19, MOST_BYTES]);
+        let odd = copy(Path::new("/dev/shm"), (1 << 20) + 5, FRESH).unwrap();
+        assert!(odd.value > 0.0, "{odd:?}");
         let corpus = Corpus::new(None, 4 << 20).unwrap();
         assert_eq!(codec("auto", &corpus, 1 << 20, None).unwrap(), None);
         let memory = |state| Some((Path::new("/dev/shm"), state));

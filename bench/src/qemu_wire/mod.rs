@@ -177,13 +177,8 @@ fn run(table: &QemuWire) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        table.moves.common.files.publish(
-            results.table(),
-            &results,
-            &results.aims(),
-            &results.rows(&base, &corpus)?,
-            || results.svg(),
-        )?;
+        let (common, rows) = (&table.moves.common, results.rows(&table.moves.common.peer, &base, &corpus)?);
+        common.files.publish(results.table(), &results, &results.aims(), &rows, || results.svg())?;
     }
     measured
 }

@@ -11,7 +11,7 @@ use crate::{
     aims::{Aim, Aims, Bound},
     codecs::Method,
     corpus::Corpus,
-    limits,
+    limits::{self, StateAlone},
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::{Sides, Spread},
@@ -101,7 +101,9 @@ impl Results {
     }
 
     /// What all tables say alike: each route with one of ours, beside QEMU to QEMU.
-    pub(crate) fn rows(&self, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
+    pub(crate) fn rows(&self, peer: &str, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
+        let has_untouched = self.series.iter().any(|series| series.kind == Kind::Untouched);
+        let state = has_untouched.then(|| StateAlone::of_firmware(peer, base, self.guest_bytes)).transpose()?;
         let ours = self.series.iter().filter(|series| series.route != Route::QemuToQemu);
         ours.map(|series| {
             let ms = |series: &Series| series.runs.all_ms();
@@ -122,7 +124,8 @@ impl Results {
                 (Kind::Zero, ..) => {
                     vec![limits::scan(threads, self.guest_bytes)?, limits::look(base, threads, self.guest_bytes)?]
                 }
-                (Kind::Untouched, ..) => Vec::new(),
+                (Kind::Untouched, Route::QemuToFile, _) => state.map(StateAlone::saved).into_iter().collect(),
+                (Kind::Untouched, ..) => state.map(StateAlone::moved).into_iter().collect(),
             };
             let qemu = self.beside(series).map(ms).unwrap_or_default();
             let memory = match series.route {

@@ -4,6 +4,7 @@ use serde::{Serialize, Serializer, ser::SerializeStruct};
 use super::routes::Route;
 use crate::{
     aims::{Aim, Aims, Bound},
+    limits,
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::Cpu,
@@ -47,10 +48,9 @@ impl Series {
         format!("{}, {}", self.link(), self.route.title())
     }
 
-    /// Milliseconds that the link needs for what was sent.
-    fn link_ms(&self) -> f64 {
-        let bytes = self.runs.spread(|run| run.wire_bytes as f64).median;
-        bytes * 8.0 / 1e3 / f64::from(self.mbit)
+    /// What the link needs for what was sent.
+    fn limit(&self) -> Limit {
+        limits::link(self.mbit, self.runs.spread(|run| run.wire_bytes as f64).median)
     }
 }
 
@@ -87,7 +87,6 @@ impl Results {
     /// What all tables say alike.
     pub(crate) fn rows(&self) -> Vec<Row> {
         let row = |(series, qemu): (&Series, &Series)| {
-            let limit = Limit { what: "the link".into(), value: series.link_ms() };
             let ratio = |series: &Series| units::short(series.runs.ratio());
             let cpu = |series: &Series| units::short(series.runs.cpu_seconds_per_gb(Cpu::total));
             let row = Row::of(
@@ -96,7 +95,11 @@ impl Results {
                 series.runs.all_ms(),
                 qemu.runs.all_ms(),
             );
-            row.limit(Some(limit)).fact("CPU s/GB", cpu(series), cpu(qemu)).fact("ratio", ratio(series), ratio(qemu))
+            row.limit(Some(series.limit())).fact("CPU s/GB", cpu(series), cpu(qemu)).fact(
+                "ratio",
+                ratio(series),
+                ratio(qemu),
+            )
         };
         self.compared().map(row).collect()
     }

@@ -151,11 +151,8 @@ fn run(table: &Threads) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.moves.retain(|series| !series.runs.is_empty());
     if !results.moves.is_empty() {
-        table
-            .moves
-            .common
-            .files
-            .publish(results.table(), &results, &results.aims(), &results.rows(), || results.svg())?;
+        let (files, rows) = (&table.moves.common.files, results.rows(&base, &corpus)?);
+        files.publish(results.table(), &results, &results.aims(), &rows, || results.svg())?;
     }
     measured
 }

@@ -1,4 +1,6 @@
 //! What follows from the runs: the tables, the aims, and the picture.
+use std::path::Path;
+
 use serde::Serialize;
 
 use super::{
@@ -7,6 +9,8 @@ use super::{
 };
 use crate::{
     aims::{Aim, Aims, Bound},
+    corpus::Corpus,
+    limits,
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     rows::{FRESH, Row},
@@ -85,7 +89,7 @@ impl Results {
     }
 
     /// What all tables say alike: of the guest that both move. A move that did not arrive has no time.
-    pub(crate) fn rows(&self) -> Vec<Row> {
+    pub(crate) fn rows(&self, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
         let ms = |series: &Series| {
             let arrived = |run: &Run| if run.arrived() { run.ms } else { f64::NAN };
             series.runs.iter().map(arrived).collect::<Vec<_>>()
@@ -94,15 +98,22 @@ impl Results {
         let beside = |ours: &Series| {
             self.moves.iter().find(|series| series.side == Side::Qemu && series.encoders == ours.encoders)
         };
+        let limit = |ours: &Series| match (self.link_mbit, ours.when_busy) {
+            (Some(mbit), _) => Ok(Some(limits::link(mbit, ours.spread(|run| run.wire_bytes as f64).median))),
+            (None, Some(WhenBusy::Wait)) => limits::codec("zstd", corpus, self.guest_bytes, Some((base, FRESH))),
+            // What finds no encoder goes as it is, which may be all.
+            (None, _) => limits::copy(base, self.guest_bytes, FRESH).map(Some),
+        };
         let row = |ours: &Series| {
-            let Some(qemu) = beside(ours) else { return Row::of(ours.title(), FRESH, ms(ours), Vec::new()) };
+            let limit = limit(ours)?;
+            let Some(qemu) = beside(ours) else {
+                return Ok(Row::of(ours.title(), FRESH, ms(ours), Vec::new()).limit(limit));
+            };
             let wire = |series: &Series| units::bytes(series.spread(|run| run.wire_bytes as f64).median as u64);
             let downtime = |series: &Series| units::short(series.spread(|run| run.downtime_ms).median);
-            Row::of(ours.title(), FRESH, ms(ours), ms(qemu)).fact("wire", wire(ours), wire(qemu)).fact(
-                "downtime ms, as reported",
-                downtime(ours),
-                downtime(qemu),
-            )
+            let row = Row::of(ours.title(), FRESH, ms(ours), ms(qemu)).limit(limit);
+            let row = row.fact("wire", wire(ours), wire(qemu));
+            Ok(row.fact("downtime ms, as reported", downtime(ours), downtime(qemu)))
         };
         self.moves.iter().filter(of_both).map(row).collect()
     }

@@ -143,8 +143,9 @@ fn run(table: &Tls) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        let files = &table.moves.common.files;
-        files.publish(results.table(), &results, &results.aims(), &results.rows(&base)?, || results.svg())?;
+        let common = &table.moves.common;
+        let rows = results.rows(&common.peer, &base, &corpus)?;
+        common.files.publish(results.table(), &results, &results.aims(), &rows, || results.svg())?;
     }
     measured
 }

@@ -7,8 +7,9 @@ use super::{Kind, wires::Wire};
 use crate::{
     aims::{Aim, Aims, Bound},
     codecs::Method,
+    corpus::Corpus,
     guest_memory::GuestMemory,
-    limits,
+    limits::{self, StateAlone},
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::{Cpu, OurRun, QemuRun, Run, Spread},
@@ -178,14 +179,17 @@ impl Results {
     }
 
     /// What all tables say alike.
-    pub(crate) fn rows(&self, base: &Path) -> Result<Vec<Row>, String> {
+    pub(crate) fn rows(&self, peer: &str, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
         let ours = self.series.iter().filter(|series| series.is_ours());
         ours.map(|series| {
             let limit = match (series.way.kind, series.way.method) {
-                (Kind::Random | Kind::Corpus, Method::None) => {
+                (Kind::Running, _) => Some(StateAlone::of_firmware(peer, base, self.guest_bytes)?.moved()),
+                (Kind::Random, _) | (_, Method::None) => {
                     Some(limits::copy(base, self.guest_bytes, self.memory.state())?)
                 }
-                _ => None,
+                (Kind::Corpus, method) => {
+                    limits::codec(method.name(), corpus, self.guest_bytes, Some((base, self.memory.state())))?
+                }
             };
             Ok(self.row(series).limit(limit))
         })
