@@ -48,7 +48,11 @@ impl Qmp {
     }
 
     fn give(&mut self, commands: &[(&str, Value)]) -> Result<()> {
-        let line = |(command, arguments): &(&str, Value)| json!({ "execute": command, "arguments": arguments });
+        // QEMU reads a byte at a time, so what says nothing is left out.
+        let line = |(command, arguments): &(&str, Value)| match arguments.as_object() {
+            Some(none) if none.is_empty() => json!({ "execute": command }),
+            _ => json!({ "execute": command, "arguments": arguments }),
+        };
         let lines: String = commands.iter().map(|command| format!("{}\n", line(command))).collect();
         let first = commands.first().map_or("nothing", |(command, _)| *command);
         self.stream.get_mut().write_all(lines.as_bytes()).map_err(failed(format!("qmp: {first}")))
