@@ -68,6 +68,13 @@ pub(crate) fn relays(link: &SlowLink, near: &str, far: &str, more: &[&str]) -> R
     Ok([here, there])
 }
 
+/// Bytes that went over the link between two relays that have nothing more to do, and of which the near one reports.
+pub(crate) fn relayed(relays: [Transship; 2]) -> Result<u64, String> {
+    let [near, far] = relays.map(|relay| relay.wait().and_then(|ended| ended.expect_code(0)).map_err(text));
+    far?;
+    Ok(number(&near?.report().map_err(text)?, "/relay/link_out")? as u64)
+}
+
 /// As [`transfer`], where the two meet so.
 pub(crate) fn transfer_by(ends: &Ends<'_>, meeting: &Meeting<'_>, arguments: &[String]) -> Result<Moved, String> {
     let prefix = |of: fn(&SlowLink) -> Vec<String>| ends.link.map(of).unwrap_or_default();

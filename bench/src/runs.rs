@@ -34,6 +34,11 @@ impl Runs {
         self.guest_bytes as f64 / 1e3 / self.ms().median
     }
 
+    /// Bytes on the wire.
+    pub(crate) fn wire_bytes(&self) -> f64 {
+        self.spread(|run| run.wire_bytes as f64).median
+    }
+
     /// Bytes of the guest for each on the wire.
     pub(crate) fn ratio(&self) -> f64 {
         self.spread(|run| self.guest_bytes as f64 / run.wire_bytes as f64).median

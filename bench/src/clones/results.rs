@@ -5,7 +5,7 @@ use transship_lab::Accel;
 use super::Guest;
 use crate::{
     aims::{Aim, Aims, Bound},
-    limits::{self, StateAlone},
+    limits::StateAlone,
     machine::Machine,
     plot::{
         Bar, Chart, Group, Line, Side,
@@ -186,7 +186,7 @@ impl Results {
             let memory = |way| units::bytes(Spread::of(of(way).map(|row| row.memory as f64)).median as u64);
             let title = format!("{}, {count} clones", units::bytes(guest_bytes));
             let row = rows::Row::of(title, FRESH, ms(Way::Clones), ms(Way::Qemu));
-            let row = row.limit(state.map(|state| state.restored(count, limits::cores())));
+            let row = row.limit(state.map(|state| state.restored(count)));
             row.fact("memory of all", memory(Way::Clones), memory(Way::Qemu))
         };
         cases.into_iter().map(row).collect()

@@ -129,7 +129,7 @@ impl Results {
         let ours = self.series.iter().filter(|series| series.side != Side::Qemu);
         ours.map(|series| {
             let limit = match (self.link_mbit, series.method) {
-                (Some(mbit), _) => Some(limits::link(mbit, series.runs.spread(|run| run.wire_bytes as f64).median)),
+                (Some(mbit), _) => Some(limits::link(mbit, series.runs.wire_bytes())),
                 (None, Method::None | Method::Auto) => Some(limits::copy(base, self.guest_bytes, self.memory.state())?),
                 (None, method) => {
                     limits::codec(method.name(), corpus, self.guest_bytes, Some((base, self.memory.state())))?

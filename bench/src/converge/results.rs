@@ -221,10 +221,10 @@ impl Results {
                     Row::of(title, FRESH, ours.numbers(of), theirs.numbers(of))
                 };
                 let work = |series: &Series| units::short(series.median(|run| run.work * 100.0));
-                let bytes = |series: &Series| units::bytes(series.median(|run| run.wire_bytes as f64) as u64);
-                let sent = ours.median(|run| run.wire_bytes as f64);
+                let sent = |series: &Series| series.median(|run| run.wire_bytes as f64);
+                let bytes = |series: &Series| units::bytes(sent(series) as u64);
                 let mbit = (self.link_bytes_per_s * 8 / 1_000_000) as u32;
-                let time = row("time", |run| run.ms).limit(Some(limits::link(mbit, sent)));
+                let time = row("time", |run| run.ms).limit(Some(limits::link(mbit, sent(ours))));
                 let time = time.fact("work %", work(ours), work(theirs));
                 rows.push(time.fact("bytes", bytes(ours), bytes(theirs)));
                 rows.push(row("blackout", |run| run.blackout_ms).limit(self.state.map(StateAlone::moved)));

@@ -8,7 +8,7 @@ use super::{
     disk::DiskRun,
 };
 use crate::{
-    limits::{self, StateAlone},
+    limits::StateAlone,
     machine::Machine,
     results::Spread,
     rows::{Limit, Row},
@@ -256,7 +256,7 @@ impl Results {
         });
         let restores = ours().filter(|series| !series.restores.is_empty()).map(|series| {
             let row = Row::of(title("restore", series), way(series), restore_ms(series), beside(series, restore_ms));
-            let row = row.limit(state(series).map(|state| state.restored(1, limits::cores())));
+            let row = row.limit(state(series).map(|state| state.restored(1)));
             let row = row.limit(limit(series, "read", self.disk_read()));
             let row = row.limit(limit(series, "read into memory", self.disk_fill()));
             // A plain stream is read ahead past it.

@@ -184,16 +184,9 @@ fn measure(table: &GuestView, base: &Path, accel: Accel, results: &mut Results) 
             for side in turns(2, run) {
                 let by = [By::Transship, By::Qemu][side];
                 let title = format!("{}, {}, run {run} of {}", load.title(), by.title(), table.runs);
-                let mut asked_ms = None;
-                let mut once = || {
+                let once = || {
                     let pair = recipe.start(&memory)?;
-                    if load == Load::Tracked {
-                        return tracked::run(&pair, by);
-                    }
-                    if by == By::Transship {
-                        asked_ms = Some(limits::asked(&pair.source)?);
-                    }
-                    moved(&pair, by, table.channels)
+                    if load == Load::Tracked { tracked::run(&pair, by) } else { moved(&pair, by, table.channels) }
                 };
                 let once = once().map_err(|error| format!("{title}: {error}"))?;
                 say(&format!("{title}: {}", once.text()));
@@ -201,7 +194,6 @@ fn measure(table: &GuestView, base: &Path, accel: Accel, results: &mut Results) 
                     results.qemu = once.qemu.clone();
                 }
                 let series = results.series.last_mut().ok_or("no series")?;
-                series.asked_ms.extend(asked_ms);
                 if by == By::Transship { series.ours.push(once) } else { series.qemu.push(once) }
             }
             if load != Load::Tracked && table.guest.backend.has_file() {
@@ -218,6 +210,7 @@ fn measure(table: &GuestView, base: &Path, accel: Accel, results: &mut Results) 
 /// One move, heard from before it until after it.
 fn moved(pair: &Pair<'_>, by: By, channels: u8) -> Result<Run, String> {
     let qemu = stock::version(&pair.source)?;
+    let asked_ms = (by == By::Transship).then(|| limits::asked(&pair.source)).transpose()?;
     wait_for_beats(&pair.source, BEATS_BESIDE).map_err(text)?;
     let since = Instant::now();
     let run = match by {
@@ -245,7 +238,7 @@ fn moved(pair: &Pair<'_>, by: By, channels: u8) -> Result<Run, String> {
     if swept.errors > 0 {
         return Err(format!("{} of {} pages are not what the guest has written", swept.errors, swept.pages));
     }
-    Ok(Run { qemu, blackout_ms: millis(silence), beat_ms: millis(usual), beats, ..run })
+    Ok(Run { qemu, blackout_ms: millis(silence), beat_ms: millis(usual), beats, asked_ms, ..run })
 }
 
 #[cfg(test)]

@@ -30,6 +30,8 @@ pub(crate) struct Run {
     /// What the side itself says.
     pub(crate) reported_ms: f64,
     pub(crate) setup_ms: f64,
+    /// Of ours: what QEMU takes to answer whoever attaches.
+    pub(crate) asked_ms: Option<f64>,
     pub(crate) total_ms: f64,
     /// What a tracked guest wrote before and meanwhile.
     pub(crate) mib_per_s: Option<(f64, f64)>,
@@ -61,13 +63,11 @@ pub(crate) struct Series {
     pub(crate) qemu: Vec<Run>,
     /// The blackout where two QEMUs have one memory and nobody asks anything.
     pub(crate) bare_ms: Vec<f64>,
-    /// What QEMU takes to answer whoever attaches.
-    pub(crate) asked_ms: Vec<f64>,
 }
 
 impl Series {
     pub(crate) fn new(load: Load) -> Self {
-        Self { load, ours: Vec::new(), qemu: Vec::new(), bare_ms: Vec::new(), asked_ms: Vec::new() }
+        Self { load, ours: Vec::new(), qemu: Vec::new(), bare_ms: Vec::new() }
     }
 
     fn both(&self, of: fn(&Run) -> f64) -> [Vec<f64>; 2] {
@@ -84,11 +84,11 @@ impl Series {
     }
 
     fn bare(&self) -> Option<Limit> {
-        median(&self.bare_ms, "two QEMUs with one memory")
+        median(self.bare_ms.iter().copied(), "two QEMUs with one memory")
     }
 
     fn asked(&self) -> Option<Limit> {
-        median(&self.asked_ms, "QEMU asked what it is")
+        median(self.ours.iter().filter_map(|run| run.asked_ms), "QEMU asked what it is")
     }
 
     fn rows(&self, memory: &str) -> Vec<Row> {
@@ -114,8 +114,8 @@ impl Series {
     }
 }
 
-fn median(ms: &[f64], what: &str) -> Option<Limit> {
-    let value = Spread::of(ms.iter().copied()).median;
+fn median(ms: impl Iterator<Item = f64>, what: &str) -> Option<Limit> {
+    let value = Spread::of(ms).median;
     value.is_finite().then(|| Limit { what: what.into(), value })
 }
 
@@ -236,6 +236,7 @@ mod tests {
             blackout_ms,
             reported_ms,
             setup_ms: 8.0,
+            asked_ms: Some(4.0),
             total_ms: 400.0,
             ..Run::default()
         };
@@ -245,14 +246,12 @@ mod tests {
             ours: vec![run(30.0, 29.0); 3],
             qemu: vec![run(40.0, 3.0); 3],
             bare_ms: vec![24.0; 3],
-            asked_ms: vec![4.0; 3],
         };
         let slow = Series {
             load: Load::Tracked,
             ours: vec![tracked(99.0); 3],
             qemu: vec![tracked(50.0); 3],
             bare_ms: Vec::new(),
-            asked_ms: Vec::new(),
         };
         let machine = Machine::here();
         Results { machine, qemu: "10".into(), kvm: true, guest_bytes: 1 << 30, channels: 2, series: vec![idle, slow] }

@@ -11,7 +11,7 @@ use transship_lab::{Accel, Domain, Kind, LibvirtHost, Scratch, SlowLink, Transsh
 use super::{By, Deed, Libvirt, results::Once};
 use crate::{
     corpus::Corpus,
-    ours::{number, relays as relays_between},
+    ours::{number, relayed, relays as relays_between},
     output::say,
     pair::text,
     units::millis,
@@ -114,7 +114,7 @@ impl Hosts {
 
     fn migrate(&self, by: By, more: &[&str]) -> Result<Once, String> {
         let Some((there, link)) = &self.there else { return Err("there is no second host".into()) };
-        // For one migration. They end when they are dropped, if not before.
+        // For one migration. They end when it has, or when they are dropped.
         let mut relays = None;
         let (uri, listen) = match by {
             By::Transship => {
@@ -132,18 +132,12 @@ impl Hosts {
         let begin = Instant::now();
         self.here.virsh(&[&words, more].concat()).map_err(text)?;
         let ms = millis(begin.elapsed());
-        let bytes = relays.map(on_the_link).transpose()?;
+        let bytes = relays.map(relayed).transpose()?;
         let done = there.virsh(&["domjobinfo", NAME, "--completed", "--rawstats"]).map_err(text)?;
         let downtime = done.lines().find_map(|line| line.trim().strip_prefix("downtime"));
         let downtime = downtime.and_then(|text| text.trim_start_matches([':', ' ']).trim().parse().ok());
         Ok(Once { ms, downtime_ms: downtime.unwrap_or(f64::NAN), bytes })
     }
-}
-
-/// Bytes that went over the link between these, which have nothing more to do.
-fn on_the_link([near, _far]: [Transship; 2]) -> Result<u64, String> {
-    let ended = near.wait().and_then(|ended| ended.expect_code(0)).map_err(text)?;
-    Ok(number(&ended.report().map_err(text)?, "/relay/link_out")? as u64)
 }
 
 /// Writes the corpus into the domain's memory, again and again, behind what its guest uses.

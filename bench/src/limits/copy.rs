@@ -152,10 +152,10 @@ mod tests {
 
     #[test]
     fn everything_is_copied_by_any_number_of_threads() {
-        for (threads, copy) in [1, 3].into_iter().flat_map(|threads| {
-            let copies = [Copy::new(Path::new("/dev/shm"), 24 << 20), Copy::private(24 << 20)];
-            copies.map(|copy| (threads, copy.unwrap()))
-        }) {
+        let of_both = |threads| {
+            [Copy::new(Path::new("/dev/shm"), 24 << 20), Copy::private(24 << 20)].map(|copy| (threads, copy.unwrap()))
+        };
+        for (threads, copy) in [1, 3].into_iter().flat_map(of_both) {
             assert!(copy.once(threads).unwrap() > 0.0);
             let Copy { source: Memory { region: from, .. }, destination: Memory { region: to, .. } } = &copy;
             let pages = PageRange::all(from.pages());

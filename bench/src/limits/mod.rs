@@ -80,7 +80,7 @@ pub(crate) fn quickest(mut once: impl FnMut() -> Result<f64, String>) -> Result<
 }
 
 /// Threads that share a limit's work.
-pub(crate) fn cores() -> usize {
+fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 

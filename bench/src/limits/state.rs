@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde_json::json;
 use transship_lab::{Qemu, Scratch};
 
-use super::TRIES;
+use super::{TRIES, cores};
 use crate::{
     content::{Content, SourceMemory},
     pair::{Recipe, text},
@@ -64,9 +64,9 @@ impl StateAlone {
         Limit { what: "the state saved".into(), value: self.saved_ms }
     }
 
-    /// What a restore of so many guests at once is not quicker than on so many processors.
-    pub(crate) fn restored(self, guests: u32, cores: usize) -> Limit {
-        let rounds = (f64::from(guests) / cores as f64).max(1.0);
+    /// What a restore of so many guests at once is not quicker than.
+    pub(crate) fn restored(self, guests: u32) -> Limit {
+        let rounds = (f64::from(guests) / cores() as f64).max(1.0);
         Limit { what: "the state loaded".into(), value: self.loaded_ms * rounds }
     }
 
@@ -94,7 +94,8 @@ mod tests {
     #[test]
     fn more_guests_than_processors_load_one_after_the_other() {
         let state = StateAlone { saved_ms: 1.0, loaded_ms: 2.0 };
-        assert_eq!([1, 2, 8].map(|guests| state.restored(guests, 2).value), [2.0, 2.0, 8.0]);
+        let cores = cores() as u32;
+        assert_eq!([1, cores, 4 * cores].map(|guests| state.restored(guests).value), [2.0, 2.0, 8.0]);
         assert_eq!((state.saved().value, state.moved().value), (1.0, 3.0));
     }
 }

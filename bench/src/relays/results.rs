@@ -8,7 +8,7 @@ use crate::{
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::Cpu,
-    rows::{FRESH, Limit, Row},
+    rows::{FRESH, Row},
     runs::Runs,
     table::aligned,
     units,
@@ -46,11 +46,6 @@ impl Series {
 
     pub(crate) fn title(&self) -> String {
         format!("{}, {}", self.link(), self.route.title())
-    }
-
-    /// What the link needs for what was sent.
-    fn limit(&self) -> Limit {
-        limits::link(self.mbit, self.runs.spread(|run| run.wire_bytes as f64).median)
     }
 }
 
@@ -95,11 +90,8 @@ impl Results {
                 series.runs.all_ms(),
                 qemu.runs.all_ms(),
             );
-            row.limit(Some(series.limit())).fact("CPU s/GB", cpu(series), cpu(qemu)).fact(
-                "ratio",
-                ratio(series),
-                ratio(qemu),
-            )
+            let row = row.limit(Some(limits::link(series.mbit, series.runs.wire_bytes())));
+            row.fact("CPU s/GB", cpu(series), cpu(qemu)).fact("ratio", ratio(series), ratio(qemu))
         };
         self.compared().map(row).collect()
     }

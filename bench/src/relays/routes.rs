@@ -2,7 +2,7 @@
 use std::time::Instant;
 
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use transship_lab::SlowLink;
 
 use crate::{
@@ -87,17 +87,8 @@ fn through_relays(pair: &Pair<'_>, link: &SlowLink, connections: u8) -> Result<R
         Ok(begin)
     })?;
     let [source, destination] = processes::follow([near.process(), far.process()], Instant::now())?;
-    let ended = [near, far].map(|relay| relay.wait().and_then(|ended| ended.expect_code(0)).map_err(text));
-    let [near, far] = ended;
-    far?;
-    let report: Value = near?.report().map_err(text)?;
     let transship = Sides { source: source.cpu_seconds, destination: destination.cpu_seconds };
-    Ok(Run {
-        ms: qemu.ms,
-        wire_bytes: ours::number(&report, "/relay/link_out")? as u64,
-        cpu: Cpu { transship, ..qemu.cpu },
-        equal: None,
-    })
+    Ok(Run { ms: qemu.ms, wire_bytes: ours::relayed([near, far])?, cpu: Cpu { transship, ..qemu.cpu }, equal: None })
 }
 
 #[cfg(test)]

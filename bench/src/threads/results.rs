@@ -99,7 +99,7 @@ impl Results {
             self.moves.iter().find(|series| series.side == Side::Qemu && series.encoders == ours.encoders)
         };
         let limit = |ours: &Series| match (self.link_mbit, ours.when_busy) {
-            (Some(mbit), _) => Ok(Some(limits::link(mbit, ours.spread(|run| run.wire_bytes as f64).median))),
+            (Some(mbit), _) => Ok(Some(limits::link(mbit, ours.wire_bytes()))),
             (None, Some(WhenBusy::Wait)) => limits::codec("zstd", corpus, self.guest_bytes, Some((base, FRESH))),
             // What finds no encoder goes as it is, which may be all.
             (None, _) => limits::copy(base, self.guest_bytes, FRESH).map(Some),
@@ -109,7 +109,7 @@ impl Results {
             let Some(qemu) = beside(ours) else {
                 return Ok(Row::of(ours.title(), FRESH, ms(ours), Vec::new()).limit(limit));
             };
-            let wire = |series: &Series| units::bytes(series.spread(|run| run.wire_bytes as f64).median as u64);
+            let wire = |series: &Series| units::bytes(series.wire_bytes() as u64);
             let downtime = |series: &Series| units::short(series.spread(|run| run.downtime_ms).median);
             let row = Row::of(ours.title(), FRESH, ms(ours), ms(qemu)).limit(limit);
             let row = row.fact("wire", wire(ours), wire(qemu));

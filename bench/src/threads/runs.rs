@@ -135,6 +135,10 @@ impl Series {
         Spread::of(self.runs.iter().map(of))
     }
 
+    pub(super) fn wire_bytes(&self) -> f64 {
+        self.spread(|run| run.wire_bytes as f64).median
+    }
+
     pub(super) fn ms(&self) -> Spread {
         self.spread(|run| run.ms)
     }
@@ -160,7 +164,7 @@ impl Series {
             number(|run| run.busy_ratio.map(|ratio| ratio * 100.0)),
             number(|run| run.raw_busy_pages.map(|pages| pages as f64)),
             number(|run| Some(run.downtime_ms)),
-            units::bytes(self.spread(|run| run.wire_bytes as f64).median as u64),
+            units::bytes(self.wire_bytes() as u64),
             number(|run| run.main_cpu_seconds),
             number(|run| run.encoders_cpu_seconds),
             number(|run| run.cpu_seconds),

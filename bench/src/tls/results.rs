@@ -180,10 +180,12 @@ impl Results {
 
     /// What all tables say alike.
     pub(crate) fn rows(&self, peer: &str, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
+        let runs = self.series.iter().any(|series| series.way.kind == Kind::Running);
+        let state = runs.then(|| StateAlone::of_firmware(peer, base, self.guest_bytes)).transpose()?;
         let ours = self.series.iter().filter(|series| series.is_ours());
         ours.map(|series| {
             let limit = match (series.way.kind, series.way.method) {
-                (Kind::Running, _) => Some(StateAlone::of_firmware(peer, base, self.guest_bytes)?.moved()),
+                (Kind::Running, _) => state.map(StateAlone::moved),
                 (Kind::Random, _) | (_, Method::None) => {
                     Some(limits::copy(base, self.guest_bytes, self.memory.state())?)
                 }

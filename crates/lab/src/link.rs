@@ -19,7 +19,7 @@ pub struct SlowLink {
 /// Packets of 64 KiB, as the kernel hands them to a network card, do not fit, with their headers. So the kernel cuts
 /// them, and whoever waits for a few bytes waits behind no large one.
 const CUT: &str = "64kb";
-/// They do. A card would cut them by itself. By the kernel, on both sides, this takes a fifth of two cores at 1 Gbit/s.
+/// They fit, and a card would cut them by itself. Where the kernel does, that takes a fifth of two cores at 1 Gbit/s.
 const WHOLE: &str = "128kb";
 
 /// The addresses of the two ends. No other link is in these namespaces, so they can't collide.
